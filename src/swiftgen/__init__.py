@@ -1,0 +1,23 @@
+"""swiftgen: very long documents from a local language model, faster, and exactly what AR would write."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from swiftgen.decode import StepEvent
+    from swiftgen.engine import Engine, load
+
+__version__ = "0.1.0"
+__all__ = ["Engine", "StepEvent", "load"]
+
+_HOMES = {"Engine": "swiftgen.engine", "load": "swiftgen.engine", "StepEvent": "swiftgen.decode"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import PyTorch only when it is needed: `swiftgen --help` must answer at once."""
+    if name in _HOMES:
+        from importlib import import_module
+
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

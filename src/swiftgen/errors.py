@@ -1,0 +1,19 @@
+"""The one exception that users see as a single line."""
+
+from __future__ import annotations
+
+
+class SwiftgenError(Exception):
+    """A failure the user can act on; the CLI prints it as one line plus a hint.
+
+    Args:
+        message: what is wrong, in one line.
+        hint: what to do about it; empty if there is nothing to add.
+        exit_code: the status with which the command ends.
+    """
+
+    def __init__(self, message: str, hint: str = "", exit_code: int = 2) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.exit_code = exit_code
