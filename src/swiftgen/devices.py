@@ -1,0 +1,91 @@
+"""Which device and dtype a run uses, and how much memory the device has left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import torch
+
+from swiftgen.errors import SwiftgenError
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device a preset's `model.device` stands for.
+
+    Raises:
+        SwiftgenError: if there is no such device.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise SwiftgenError(
+                f"model.device is {name}, but torch sees {count} CUDA devices", "Use --set model.device=cpu."
+            )
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype a preset's `model.dtype` stands for; "auto" is bfloat16 where the hardware computes in it."""
+    if name != "auto":
+        return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]
+    fast = torch.cuda.is_bf16_supported() if device.type == "cuda" else _cpu_has_bf16()
+    return torch.bfloat16 if fast else torch.float32
+
+
+def _cpu_has_bf16() -> bool:
+    # Elsewhere torch emulates bfloat16 on the CPU, slower than float32.
+    if hasattr(torch.cpu, "get_capabilities"):
+        found = torch.cpu.get_capabilities()
+        return any(found.get(unit) for unit in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
+    try:
+        words = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
+    except OSError:
+        return False
+    return not words.isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory a new allocation can get: of the GPU, or of this machine within its cgroup's limit."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return min([int(psutil.virtual_memory().available), *_cgroup_free_bytes()])
+
+
+def _cgroup_free_bytes() -> Iterator[int]:
+    """What each memory cgroup above this process leaves it (container limits); version 2 and 1."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return  # not Linux
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            names = ("memory.max", "memory.current", "inactive_file")
+            yield from _free_up_the_tree(_CGROUP, path, *names)
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            yield from _free_up_the_tree(_CGROUP / "memory", path, *names)
+
+
+def _free_up_the_tree(
+    root: Path, path: str, limit_name: str, usage_name: str, cache_name: str
+) -> Iterator[int]:
+    folder = root / path.lstrip("/")
+    while folder == root or folder.is_relative_to(root):
+        try:
+            limit = (folder / limit_name).read_text(encoding="ascii").strip()
+            if limit != "max":
+                usage = int((folder / usage_name).read_text(encoding="ascii"))
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text("ascii").splitlines())
+                # File pages in the cache count as used but are given up on demand.
+                yield max(0, int(limit) - usage + int(stat.get(cache_name, 0)))
+        except (OSError, ValueError):
+            pass  # not visible from inside the container
+        folder = folder.parent
