@@ -1,0 +1,165 @@
+"""Attention of one pass: a prefix every row sees, and a short tail summed in an order-free way.
+
+The prefix is one kernel call that returns its log-sum-exp. The tail (the last block and the rows
+themselves, under the tree mask) is summed in float64, where the order in which drafts lie in memory
+does not survive the rounding to the model's dtype. The prefix enters the softmax of the tail as if it
+were a few more keys, whose scores are its log-sum-exps and whose values are its outputs: that is the
+merge by log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swiftgen.cache import KVCache
+from swiftgen.errors import SwiftgenError
+
+ATTENTION_NAME = "swiftgen"
+SPLIT_PREFIX_TOKENS = 1024
+"""From this length on, the CPU prefix is computed in two halves, so that few KV heads use all cores."""
+
+PrefixKernel = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+"""(q [Hkv, G*T, D], k [Hkv, b, D], v [Hkv, b, D], scale) -> out [Hkv, S, G*T, D], lse [Hkv, S, G*T]."""
+
+
+@dataclass
+class TreePass:
+    """One pass over T rows: where their keys go, what they see, and the queries they asked with.
+
+    Args:
+        cache: Receives the keys and values, gives the prefix and the tail.
+        tail_mask: Additive, float64 `[T, tail keys]`: 0 where a row sees a key, -inf elsewhere.
+        prefix_kernel: How the prefix is computed on this device.
+        first_row: Rows of the same tree computed by earlier passes.
+        queries: Filled per layer: `[Hkv, G, T, D]`, used to rank keys by importance.
+    """
+
+    cache: KVCache
+    tail_mask: Tensor
+    prefix_kernel: PrefixKernel
+    first_row: int = 0
+    queries: list[Tensor] = field(default_factory=list)
+
+
+def tree_mask(visible: Tensor, num_tail_tokens: int) -> Tensor:
+    """Additive float64 mask `[T, num_tail_tokens + rows]` from the visibility, bool `[T, rows]`."""
+    mask = torch.zeros(visible.shape[0], num_tail_tokens + visible.shape[1], dtype=torch.float64)
+    mask[:, num_tail_tokens:].masked_fill_(~visible, float("-inf"))
+    return mask
+
+
+def tree_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    tree_pass: TreePass,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention function registered with transformers.
+
+    Args:
+        query, key, value: After RoPE: `[1, H, T, D]`, `[1, Hkv, T, D]`, `[1, Hkv, T, D]`.
+
+    Returns:
+        `[1, T, H, D]` in the dtype of `query`, and no attention weights.
+    """
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    _, num_heads, num_rows, head_dim = query.shape
+    num_kv_heads = key.shape[1]
+    q = query.reshape(num_kv_heads, -1, head_dim)  # [Hkv, G*T, D]
+    view = tree_pass.cache.store(layer, key[0], value[0], tree_pass.first_row)
+    tree_pass.queries.append(q.view(num_kv_heads, -1, num_rows, head_dim))
+
+    mask = tree_pass.tail_mask.repeat(num_heads // num_kv_heads, 1).expand(num_kv_heads, -1, -1)
+    scores = torch.baddbmm(mask, q.double(), view.tail_keys.double().transpose(1, 2), alpha=scaling)
+    if view.prefix_keys.shape[1]:
+        out, lse = tree_pass.prefix_kernel(q, view.prefix_keys, view.prefix_values, scaling)
+        num_parts = lse.shape[1]
+        weights = torch.softmax(torch.cat([lse.transpose(1, 2), scores], dim=-1), dim=-1)
+        merged = torch.bmm(weights[..., num_parts:], view.tail_values.double())
+        for part in range(num_parts):
+            merged.addcmul_(weights[..., part, None], out[:, part].double())
+    else:
+        merged = torch.bmm(torch.softmax(scores, dim=-1), view.tail_values.double())
+    return merged.to(query.dtype).view(1, num_heads, num_rows, head_dim).transpose(1, 2), None
+
+
+def cpu_prefix(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Prefix by PyTorch's CPU flash kernel; the split depends on the prefix length alone."""
+    parts = 2 if k.shape[1] >= SPLIT_PREFIX_TOKENS else 1
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q.unsqueeze(1).expand(-1, parts, -1, -1),
+        k.unflatten(1, (parts, -1)),
+        v.unflatten(1, (parts, -1)),
+        0.0,
+        False,
+        scale=scale,
+    )
+    return out, lse
+
+
+def sdpa_prefix(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Prefix in plain matrix products with float32 scores: any device, no extra package."""
+    scores = torch.bmm(q.float(), k.float().transpose(1, 2)) * scale
+    lse = torch.logsumexp(scores, dim=-1)
+    out = torch.bmm(torch.exp(scores - lse.unsqueeze(-1)), v.float())
+    return out.unsqueeze(1), lse.unsqueeze(1)
+
+
+def flash_prefix(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Prefix by flash-attn's `flash_attn_with_kvcache`; GQA is native, keys are never repeated.
+
+    `num_splits` is fixed, so that the sum over keys is cut the same way whatever T is.
+    """
+    from flash_attn import flash_attn_with_kvcache
+
+    num_kv_heads, _, head_dim = q.shape
+    num_rows_of_group = q.shape[1]
+    out, lse = flash_attn_with_kvcache(
+        q.transpose(0, 1).unsqueeze(0),  # [1, G*T, Hkv, D]: the group's rows as query rows
+        k.transpose(0, 1).unsqueeze(0),  # [1, b, Hkv, D]
+        v.transpose(0, 1).unsqueeze(0),
+        softmax_scale=scale,
+        causal=False,
+        num_splits=FLASH_NUM_SPLITS,
+        return_softmax_lse=True,
+    )
+    out = out[0].transpose(0, 1).reshape(num_kv_heads, 1, num_rows_of_group, head_dim)
+    return out, lse.reshape(num_kv_heads, 1, num_rows_of_group)
+
+
+FLASH_NUM_SPLITS = 16
+
+
+def prefix_kernel(name: str, device: torch.device, dtype: torch.dtype) -> PrefixKernel:
+    """The prefix kernel for a preset's `model.attention` (auto, sdpa or flash) on this device.
+
+    Raises:
+        SwiftgenError: If flash-attn is asked for and is not installed, or cannot run on this device or dtype.
+    """
+    flash_fits = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    if name == "flash" or (name == "auto" and flash_fits):
+        if flash_fits and _flash_attn_installed():
+            return flash_prefix
+        if name == "flash":
+            raise SwiftgenError(
+                f"attention 'flash' cannot run here (device {device.type}, {dtype})",
+                "it needs a CUDA device, bfloat16 or float16, and `pip install swiftgen[flash]`; "
+                "use `--set model.attention=auto` otherwise",
+            )
+    return cpu_prefix if device.type == "cpu" else sdpa_prefix
+
+
+def _flash_attn_installed() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("flash_attn") is not None

@@ -1,0 +1,197 @@
+"""KV caches: all of the context for the verify pass, a chosen part of it for the draft pass.
+
+Keys are stored after RoPE, so a key keeps its absolute position wherever it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+BLOCK_TOKENS = 128
+"""Block size B: the prefix of a pass ends at the last multiple of B below its root."""
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """Dimensions shared by all caches of one model."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self, num_tokens: int) -> Tensor:
+        """Uninitialised `[num_layers, num_kv_heads, num_tokens, head_dim]`."""
+        shape = (self.num_layers, self.num_kv_heads, num_tokens, self.head_dim)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """What the rows of a pass attend to in one layer; all tensors `[num_kv_heads, keys, head_dim]`.
+
+    The prefix is seen by every row; the tail under the mask of the pass.
+    """
+
+    prefix_keys: Tensor
+    prefix_values: Tensor
+    tail_keys: Tensor
+    tail_values: Tensor
+
+
+class KVCache(Protocol):
+    """What a pass needs of a cache."""
+
+    @property
+    def num_tail_tokens(self) -> int:
+        """Cached keys before the rows that belong to the tail; every row sees them."""
+        ...
+
+    def store(self, layer: int, keys: Tensor, values: Tensor, first_row: int) -> LayerView:
+        """Take the keys and values of rows, `[num_kv_heads, T, head_dim]`; return what they attend to.
+
+        `first_row` counts the rows of the same tree stored before; they are part of the tail.
+        """
+        ...
+
+
+class FullCache:
+    """Keys and values of the whole context, allocated once.
+
+    Rows of a pass are written behind the committed tokens; `commit` keeps the accepted ones. The prefix
+    ends at a block boundary, so it is the same for a position whatever was drafted around it.
+
+    Args:
+        capacity: Tokens, including room for the rows of the largest pass.
+    """
+
+    def __init__(self, shape: CacheShape, capacity: int) -> None:
+        self.keys = shape.empty(capacity)
+        self.values = shape.empty(capacity)
+        self.capacity = capacity
+        self.length = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated for keys and values."""
+        return 2 * self.keys.numel() * self.keys.element_size()
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """Committed tokens in whole blocks."""
+        return self.length - self.length % BLOCK_TOKENS
+
+    @property
+    def num_tail_tokens(self) -> int:
+        """Committed tokens after the last block boundary."""
+        return self.length % BLOCK_TOKENS
+
+    def store(self, layer: int, keys: Tensor, values: Tensor, first_row: int) -> LayerView:
+        """Write the rows behind the committed tokens."""
+        begin, split = self.length + first_row, self.num_prefix_tokens
+        end = begin + keys.shape[1]
+        all_keys, all_values = self.keys[layer], self.values[layer]
+        all_keys[:, begin:end] = keys
+        all_values[:, begin:end] = values
+        return LayerView(
+            all_keys[:, :split], all_values[:, :split], all_keys[:, split:end], all_values[:, split:end]
+        )
+
+    def commit(self, rows: Sequence[int]) -> None:
+        """Keep these rows of the last tree, in this order, and drop the others."""
+        begin, end = self.length, self.length + len(rows)
+        if list(rows) != list(range(len(rows))):
+            index = torch.tensor(rows, device=self.keys.device) + begin
+            self.keys[:, :, begin:end] = self.keys.index_select(2, index)
+            self.values[:, :, begin:end] = self.values.index_select(2, index)
+        self.length = end
+
+
+class PartialCache:
+    """The KV cache of the draft pass: sinks and the most important tokens, per layer and per KV head.
+
+    Paper, section 3.4: new keys replace the least important ones; when none of the selected ones is
+    left, select again by query-key importance, summed over the query heads of a group (GQA). The first
+    `num_sinks` tokens always stay. With `by_importance=False` the most recent tokens are kept instead
+    (the oldest is replaced first) and nothing is ever selected again.
+
+    Args:
+        budget: Tokens kept per layer and head, sinks included.
+    """
+
+    num_tail_tokens = 0  # the tail of a draft pass is the pass itself
+
+    def __init__(self, shape: CacheShape, budget: int, num_sinks: int, by_importance: bool = True) -> None:
+        self.keys = shape.empty(budget)
+        self.values = shape.empty(budget)
+        self.budget = budget
+        self.num_sinks = min(num_sinks, budget - 1)
+        self.by_importance = by_importance
+        self.length = 0
+        self.num_selections = 0
+        self._victims: list[int] = []  # slots to overwrite, next one last
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated for keys and values."""
+        return 2 * self.keys.numel() * self.keys.element_size()
+
+    def store(self, layer: int, keys: Tensor, values: Tensor, first_row: int) -> LayerView:
+        """The selection is the prefix; the rows are seen by themselves only and not kept."""
+        assert first_row == 0, "a draft pass has one row"
+        return LayerView(
+            self.keys[layer, :, : self.length], self.values[layer, :, : self.length], keys, values
+        )
+
+    def update(self, full: FullCache, begin: int, queries: Sequence[Tensor]) -> None:
+        """Follow the full cache, which has grown from `begin` to its present length.
+
+        Args:
+            queries: Per layer the queries of the last committed token, `[num_kv_heads, group, head_dim]`.
+        """
+        num_new = full.length - begin
+        if begin == self.length and full.length <= self.budget:
+            slots = list(range(begin, full.length))
+            self.length = full.length
+        elif num_new <= len(self._victims):
+            slots = [self._victims.pop() for _ in range(num_new)]
+        else:
+            self.select(full, queries)
+            return
+        index = torch.tensor(slots, device=self.keys.device)
+        self.keys.index_copy_(2, index, full.keys[:, :, begin : full.length])
+        self.values.index_copy_(2, index, full.values[:, :, begin : full.length])
+        if not self.by_importance:
+            self._victims[:0] = reversed(slots)
+
+    def select(self, full: FullCache, queries: Sequence[Tensor]) -> None:
+        """Choose anew which tokens of the full cache to keep."""
+        self.length = min(full.length, self.budget)
+        for layer in range(self.keys.shape[0]):
+            chosen = self._choose(full.keys[layer, :, : full.length], queries[layer])  # [heads, kept]
+            gather = chosen.unsqueeze(-1).expand(-1, -1, self.keys.shape[-1])
+            self.keys[layer, :, : self.length] = full.keys[layer].gather(1, gather)
+            self.values[layer, :, : self.length] = full.values[layer].gather(1, gather)
+        order = range(self.num_sinks, self.length)
+        self._victims = list(order if self.by_importance else reversed(order))
+        self.num_selections += 1
+
+    def _choose(self, keys: Tensor, queries: Tensor) -> Tensor:
+        """Sinks first, then by falling importance (or rising age); token indices `[heads, kept]`."""
+        num_tokens = keys.shape[1]
+        sinks = torch.arange(min(self.num_sinks, self.length), device=keys.device)
+        num_chosen = self.length - len(sinks)
+        if self.by_importance:
+            scores = torch.einsum("hgd,hnd->hn", queries.float(), keys.float())
+            scores[:, : len(sinks)] = float("-inf")
+            chosen = scores.topk(num_chosen, dim=1).indices
+        else:
+            chosen = torch.arange(num_tokens - num_chosen, num_tokens, device=keys.device)
+            chosen = chosen.expand(keys.shape[0], -1)
+        return torch.cat([sinks.expand(keys.shape[0], -1), chosen], dim=1)

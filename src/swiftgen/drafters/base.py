@@ -1,0 +1,42 @@
+"""What a drafter is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from swiftgen.cache import FullCache
+from swiftgen.sampling import History
+from swiftgen.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What a step (or the prefill) added to the text.
+
+    Args:
+        token_ids: New tokens; the last one has no key in the cache yet.
+        cache: The full cache, already grown.
+        begin: Its length before.
+        queries: Per layer the queries of the last token in the cache, `[Hkv, G, D]`; empty without a pass.
+    """
+
+    token_ids: Sequence[int]
+    cache: FullCache
+    begin: int
+    queries: Sequence[Tensor]
+
+
+class Drafter(Protocol):
+    """Adds drafts to a tree and learns from what was written."""
+
+    def propose(self, tree: DraftTree, history: History) -> None:
+        """Add drafted tokens below the root of `tree`, the last token of `history`."""
+        ...
+
+    def observe(self, committed: Committed) -> None:
+        """Learn from the prompt, then from every step."""
+        ...

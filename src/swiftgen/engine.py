@@ -1,0 +1,233 @@
+"""Engine: a preset made ready to write. The Python API of swiftgen.
+
+engine = swiftgen.load("smollm2-135m")
+for event in engine.stream("Write a story about the sea.", num_tokens=200, seed=1):
+    print(event.text, end="")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from swiftgen.cache import BLOCK_TOKENS, FullCache, PartialCache
+from swiftgen.decode import StepEvent, decode
+from swiftgen.drafters.ngram import NgramDrafter
+from swiftgen.drafters.self_draft import SelfDrafter
+from swiftgen.errors import SwiftgenError
+from swiftgen.exactness import Exactness, known_exactness
+from swiftgen.heads import LinearHeads, load_heads
+from swiftgen.models import LoadedModel, check_length, check_memory, estimate_memory, load_weights, open_model
+from swiftgen.planner import Planner
+from swiftgen.presets import Preset, load_preset, num_tree_nodes
+from swiftgen.sampling import Sampler
+from swiftgen.target import Target
+from swiftgen.text import TextStream
+
+PrefillCallback = Callable[[int, int], None]
+
+
+def load(preset: str | Preset | None = None, overrides: Mapping[str, Any] | None = None) -> Engine:
+    """Open a preset's model; its weights are loaded by the first `stream` (or by `prepare`).
+
+    Args:
+        preset: a name, a path or a preset; None is the default one.
+        overrides: dotted names -> values that win over the preset, e.g. {"sampler.temperature": 0}.
+
+    Raises:
+        SwiftgenError: unknown preset, missing or unsupported model, wrong hash, no network.
+    """
+    if not isinstance(preset, Preset):
+        preset = load_preset(preset, overrides)
+    elif overrides:
+        raise SwiftgenError(
+            "overrides go with the name of a preset", "load_preset(name, overrides) takes them"
+        )
+    return Engine(preset)
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """The parts that exist once the weights are in memory."""
+
+    loaded: LoadedModel
+    target: Target
+    heads: LinearHeads | None
+    exactness: Exactness
+
+
+class Engine:
+    """Writes text with one model and one preset; every stream starts afresh.
+
+    Attributes:
+        preset: all settings.
+        tokenizer: the model's tokenizer.
+        eos_token_ids: every token that ends a text.
+    """
+
+    def __init__(self, preset: Preset) -> None:
+        self.preset = preset
+        self._opened = open_model(preset)
+        self.tokenizer = self._opened.tokenizer
+        self.eos_token_ids = self._opened.eos_token_ids
+        self._ready: _Ready | None = None
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model in memory; call `prepare` first."""
+        return self._prepared.loaded
+
+    @property
+    def exactness(self) -> str:
+        """One line for people on whether the text is exactly what AR would write."""
+        return str(self._prepared.exactness)
+
+    @property
+    def arithmetic(self) -> dict[str, object]:
+        """What another run must match to write the same bytes."""
+        return self._prepared.target.arithmetic
+
+    def encode(self, prompt: str, *, chat: bool | None = None, system: str | None = None) -> list[int]:
+        """Token ids of a prompt, with the model's chat template unless raw text is asked for.
+
+        Args:
+            prompt: what the user wrote.
+            chat: None is the preset's choice.
+            system: system prompt of the chat; None is the preset's.
+
+        Raises:
+            SwiftgenError: if the prompt is empty, or chat is asked for and the model has no template.
+        """
+        if not prompt:
+            raise SwiftgenError("the prompt is empty", "give some text with --prompt, --prompt-file or stdin")
+        if not (self.preset.chat if chat is None else chat):
+            token_ids: list[int] = self.tokenizer.encode(prompt)
+        else:
+            token_ids = self._encode_chat(prompt, self.preset.system if system is None else system)
+        if not token_ids:
+            raise SwiftgenError("the prompt has no tokens", "give some text with --prompt or --prompt-file")
+        return token_ids
+
+    def prepare(self, prompt_tokens: int, num_tokens: int) -> None:
+        """Check that a run of this length fits, then load the weights unless they are in memory.
+
+        Raises:
+            SwiftgenError: beyond the model's positions, not enough memory, damaged weights, heads that do
+                not fit.
+        """
+        preset, opened = self.preset, self._opened
+        total = prompt_tokens + num_tokens
+        check_length(prompt_tokens, num_tokens, opened.max_positions, preset.long_context)
+        if self._ready and total <= self._ready.loaded.max_positions:
+            return
+        estimate = estimate_memory(opened.config, opened.weights_bytes, total, opened.dtype)
+        check_memory(estimate, opened.device)
+        loaded = load_weights(opened, total if preset.long_context == "yarn" else None)
+        config = loaded.model.config
+        heads = None
+        if preset.heads:
+            heads = load_heads(preset.heads, config.hidden_size, config.rms_norm_eps)
+            heads.to(loaded.device, loaded.dtype).requires_grad_(False)
+        target = Target(loaded.model, preset.model.attention)
+        exactness = known_exactness(target, loaded.fingerprint)
+        target.pass_sizes = exactness.pass_sizes
+        self._ready = _Ready(loaded, target, heads, exactness)
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        num_tokens: int,
+        seed: int = 0,
+        on_prefill: PrefillCallback | None = None,
+    ) -> Iterator[StepEvent]:
+        """Write exactly `num_tokens` tokens (fewer if the preset stops at EOS), step by step.
+
+        The same prompt, seed and settings give the same text whatever is drafted.
+
+        Args:
+            prompt: text, or token ids from `encode`.
+            num_tokens: tokens to write, 1 or more.
+            seed: of the sampling noise.
+            on_prefill: called with (done, total) prompt tokens.
+
+        Raises:
+            SwiftgenError: see `encode` and `prepare`.
+        """
+        if num_tokens < 1:
+            raise SwiftgenError(f"cannot write {num_tokens} tokens", "ask for 1 or more with --tokens")
+        prompt_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        self.prepare(len(prompt_ids), num_tokens)
+        return self._decode(prompt_ids, num_tokens, seed, on_prefill)
+
+    def _decode(
+        self, prompt_ids: list[int], num_tokens: int, seed: int, on_prefill: PrefillCallback | None
+    ) -> Iterator[StepEvent]:
+        preset, target = self.preset, self._prepared.target
+        sampler = Sampler(preset.sampler, seed, preset.W, preset.theta, self._suppressed_ids())
+        cache = FullCache(target.cache_shape, len(prompt_ids) + num_tokens + self._max_tree_rows())
+        total = len(prompt_ids) - 1
+        events = decode(
+            target,
+            self._planner(sampler, seed, cache.capacity),
+            sampler,
+            cache,
+            prompt_ids,
+            num_tokens,
+            stop_token_ids=self.eos_token_ids if preset.eos == "stop" else (),
+            on_prefill=(lambda done: on_prefill(done, total)) if on_prefill else None,
+        )
+        text = TextStream(self.tokenizer)
+        for event in events:
+            written = text.push(event.token_ids)
+            if event.stop_reason:
+                written += text.finish()
+            yield replace(event, text=written)
+
+    def _planner(self, sampler: Sampler, seed: int, capacity: int) -> Planner:
+        """The preset's way to draft: none, paper, ngram, self or auto."""
+        preset, target, mode = self.preset, self._prepared.target, self.preset.draft
+        self_drafter = ngram_drafter = None
+        if mode in ("paper", "self", "auto"):
+            partial = PartialCache(
+                target.cache_shape,
+                min(preset.kv_budget, capacity),
+                preset.sink,
+                by_importance=preset.refresh == "importance",
+            )
+            self_drafter = SelfDrafter(target, sampler, partial, self._prepared.heads, preset.tree)
+        if mode in ("paper", "ngram", "auto") and preset.k:
+            ngram_drafter = NgramDrafter(preset.ngram, preset.k, seed, below_root=mode != "paper")
+        return Planner(self_drafter, ngram_drafter, target.pass_sizes, measured=mode != "paper")
+
+    def _max_tree_rows(self) -> int:
+        """Room behind the text for the largest tree, padding included."""
+        preset = self.preset
+        drafted = num_tree_nodes(preset.tree) + preset.tree[0] * preset.k * (preset.ngram - 1)
+        return 1 + drafted + max(BLOCK_TOKENS, self._prepared.target.max_rows)
+
+    def _suppressed_ids(self) -> set[int]:
+        """Tokens that are never written: the preset's, special ones, and ids without a token."""
+        special = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
+        unused = range(len(self.tokenizer), self._opened.config.vocab_size)
+        suppressed = {*self.preset.suppress, *special, *unused, *self.eos_token_ids}
+        return suppressed - set(self.eos_token_ids) if self.preset.eos == "stop" else suppressed
+
+    def _encode_chat(self, prompt: str, system: str | None) -> list[int]:
+        if not self.tokenizer.chat_template:
+            raise SwiftgenError(
+                f"{self.preset.model.source} has no chat template", "write raw text with --raw"
+            )
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": prompt})
+        token_ids: list[int] = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        return token_ids
+
+    @property
+    def _prepared(self) -> _Ready:
+        if self._ready is None:
+            raise RuntimeError("call prepare() first")
+        return self._ready

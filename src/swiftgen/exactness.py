@@ -1,0 +1,144 @@
+"""The exactness check: which pass sizes give a row bit for bit the same result.
+
+Lossless decoding needs a row that does not depend on the other rows, on its place among them, or on how
+many there are. Kernels decide that, so it is measured on the real model: the same two tokens are computed
+one a pass, as AR decoding does, and as a branch among shuffled wrong siblings, at every size, and compared
+to the last bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from swiftgen import __version__
+from swiftgen.cache import BLOCK_TOKENS, FullCache
+from swiftgen.model_store import cache_folder
+from swiftgen.storage import write_synced
+from swiftgen.target import Target
+from swiftgen.tree import DraftTree
+
+CANDIDATE_SIZES = (2, 4, 8, 16, 32, 64)
+"""One row alone is left out: matrix-vector kernels add in an order of their own, and it costs the same."""
+_NUM_PROBES = 16
+_CONTEXT_TOKENS = 9 * BLOCK_TOKENS + 37  # long enough for a split prefix, with a tail
+_PREFERRED_FIXED_SIZE = 8
+
+
+@dataclass(frozen=True)
+class Exactness:
+    """What the check found.
+
+    Args:
+        pass_sizes: Sizes a pass may use, ascending.
+        lossless: Whether rows at these sizes agree bit for bit.
+    """
+
+    pass_sizes: tuple[int, ...]
+    lossless: bool
+
+    def __str__(self) -> str:
+        sizes = ", ".join(map(str, self.pass_sizes))
+        if not self.lossless:
+            return f"lossless up to rounding (no pass size reproduces a row bit for bit; using {sizes} rows)"
+        return f"lossless (passes of {sizes} rows agree bit for bit)"
+
+
+def known_exactness(target: Target, fingerprint: str) -> Exactness:
+    """The result for this model and machine: from the cache folder, or measured now and kept there.
+
+    Args:
+        target: as loaded.
+        fingerprint: of its weights.
+    """
+    described = json.dumps(
+        [__version__, CANDIDATE_SIZES, fingerprint, target.arithmetic, _machine()], sort_keys=True
+    )
+    file = cache_folder() / "exactness" / f"{hashlib.sha256(described.encode()).hexdigest()[:32]}.json"
+    try:
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        return Exactness(tuple(map(int, kept["pass_sizes"])), bool(kept["lossless"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # not measured yet, or the file is damaged
+    found = choose_pass_sizes(target)
+    with contextlib.suppress(OSError):  # a read-only cache only costs the time to measure again
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_synced(file, json.dumps(asdict(found)).encode())
+    return found
+
+
+def _machine() -> list[object]:
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
+    return [device, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
+
+
+def choose_pass_sizes(target: Target) -> Exactness:
+    """Measure which sizes agree; the largest set of them is the answer.
+
+    A size counts only if it agrees with itself whatever else is in the pass. Takes some 30 passes over a
+    cache filled with noise. Does not change the target.
+    """
+    cache = _noise_cache(target)
+    results = {size: _results(target, size, cache) for size in CANDIDATE_SIZES}
+    sound = [size for size, (first, second) in results.items() if _same(first, second)]
+    groups = [[b for b in sound if _same(results[a][0], results[b][0])] for a in sound]
+    best = max(groups, key=lambda sizes: (len(sizes), _PREFERRED_FIXED_SIZE in sizes), default=[])
+    return Exactness(tuple(best) or (_PREFERRED_FIXED_SIZE,), lossless=bool(best))
+
+
+Results = dict[int, list[Tensor]]
+"""By token: hidden state, logits, key and value of the row that carries it, right below the root."""
+
+
+def _same(a: Results, b: Results) -> bool:
+    return all(
+        torch.equal(x, y) for token in a.keys() & b.keys() for x, y in zip(a[token], b[token], strict=True)
+    )
+
+
+def _results(target: Target, size: int, cache: FullCache) -> tuple[Results, Results]:
+    """The probe tokens below one root, in two different arrangements of passes of this size."""
+    vocab_size = target.config.vocab_size
+    probes = [(7 * i + 3) % vocab_size for i in range(_NUM_PROBES)]
+    first: Results = {}
+    second: Results = {}
+    for begin in range(0, len(probes), size - 1):
+        first |= _siblings(target, probes[begin : begin + size - 1], size, cache)
+    crowd = [*range(vocab_size - size // 2, vocab_size), *reversed(probes)]
+    for begin in range(0, len(crowd), size - 1):
+        second |= _siblings(target, crowd[begin : begin + size - 1], size, cache)
+    return first, second
+
+
+def _siblings(target: Target, tokens: Sequence[int], size: int, cache: FullCache) -> Results:
+    tree = DraftTree(0, max_depth=1)
+    nodes = {token: tree.add(0, token, "probe") for token in tokens}
+    hidden = target.forward(tree, cache.length, cache, size).hidden
+    results = {}
+    for token, node in nodes.items():
+        assert node is not None
+        slot = cache.length + node
+        results[token] = [
+            hidden[node],
+            target.logits(hidden[node : node + 1], size)[0],
+            cache.keys[:, :, slot].clone(),
+            cache.values[:, :, slot].clone(),
+        ]
+    return results
+
+
+def _noise_cache(target: Target) -> FullCache:
+    cache = FullCache(target.cache_shape, _CONTEXT_TOKENS + CANDIDATE_SIZES[-1])
+    generator = torch.Generator().manual_seed(0)
+    for tensor in (cache.keys, cache.values):
+        noise = torch.randn(tensor[:, :, :_CONTEXT_TOKENS].shape, generator=generator)
+        tensor[:, :, :_CONTEXT_TOKENS] = noise.to(tensor)
+    cache.length = _CONTEXT_TOKENS
+    return cache

@@ -1,0 +1,224 @@
+"""Sampling by keyed noise: which token follows depends on the logits, the position and the seed alone.
+
+The token at absolute position p is `argmax(processed_logits + g(seed, p, token))`, where `g` is Gumbel
+noise from a counter-based hash: an exact sample of the processed distribution without generator state.
+Target and drafters use the same noise, so drafts aim at the token the target will pick.
+
+Order of the processors as in transformers: penalty, suppressed tokens, temperature, top-k, top-p,
+min-p, eta. Everything is computed per row and never across rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from swiftgen.presets import SamplerSettings
+    from swiftgen.tree import DraftTree
+
+NEG_INF = float("-inf")
+_TOP_P_CANDIDATES = 1024
+
+# Multipliers of splitmix64 (Steele et al. 2014) as signed 64-bit integers; products wrap.
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX2 = 0x94D049BB133111EB - (1 << 64)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64 (torch's own is arithmetic)."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of splitmix64: every input bit reaches every output bit."""
+    x = (x ^ _shift_right(x, 30)) * _MIX1
+    x = (x ^ _shift_right(x, 27)) * _MIX2
+    return x ^ _shift_right(x, 31)
+
+
+def keyed_gumbel(seed: int, positions: Tensor, token_ids: Tensor) -> Tensor:
+    """Standard Gumbel noise g(seed, position, token), float64, in the broadcast shape.
+
+    Args:
+        positions, token_ids: int64, broadcastable against each other.
+    """
+    key = torch.tensor(seed, dtype=torch.int64, device=positions.device)
+    key = _mix(_mix(key * _GOLDEN + 1) + positions * _GOLDEN)
+    bits = _mix(key + token_ids * _GOLDEN)
+    uniform = (_shift_right(bits, 11).double() + 0.5) * 2.0**-53  # in (0, 1), never 0 or 1
+    return -torch.log(-torch.log(uniform))
+
+
+class History:
+    """All token ids so far, prompt included, and the penalty windows of tree nodes.
+
+    Args:
+        capacity: Most tokens it can hold.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._ids = np.empty(capacity, dtype=np.int64)
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Append tokens."""
+        end = self._length + len(token_ids)
+        self._ids[self._length : end] = token_ids
+        self._length = end
+
+    def last(self, num_tokens: int) -> list[int]:
+        """The last tokens, oldest first."""
+        last: list[int] = self._ids[max(0, self._length - num_tokens) : self._length].tolist()
+        return last
+
+    def windows(self, tree: DraftTree, num_tokens: int) -> Tensor:
+        """The last `num_tokens` tokens as seen from each node, its path included.
+
+        Returns:
+            int64 `[len(tree), min(num_tokens, longest context)]`; short contexts repeat a token of theirs.
+        """
+        depths = np.array(tree.depths)
+        paths = np.full((len(tree), tree.depth), tree.tokens[0], dtype=np.int64)
+        for node in range(1, len(tree)):
+            depth = depths[node]
+            paths[node, : depth - 1] = paths[tree.parents[node], : depth - 1]
+            paths[node, depth - 1] = tree.tokens[node]
+        base = self._ids[max(0, self._length - num_tokens) : self._length]
+        both = np.concatenate([np.broadcast_to(base, (len(tree), len(base))), paths], axis=1)
+        # A node at depth d sees d path tokens, so the oldest d of a full window have left it.
+        overflow = np.maximum(0, len(base) + depths - num_tokens)
+        left = np.arange(both.shape[1]) < overflow[:, None]
+        return torch.from_numpy(np.where(left, tree.tokens[0], both))
+
+
+class Sampler:
+    """Processes logits and picks or ranks tokens with keyed noise.
+
+    Args:
+        W, theta: Contextual penalty: the last `W` tokens, penalty value `theta` (1 is off).
+        suppressed: Token ids that are never written.
+    """
+
+    def __init__(
+        self, settings: SamplerSettings, seed: int, W: int, theta: float, suppressed: Collection[int] = ()
+    ) -> None:
+        self.settings = settings
+        self.seed = seed
+        self.W = W if theta != 1.0 else 0
+        self.theta = theta
+        self._suppressed = torch.tensor(sorted(set(suppressed)), dtype=torch.int64)
+
+    @torch.inference_mode()
+    def pick(self, logits: Tensor, positions: Tensor, windows: Tensor) -> list[int]:
+        """The target's token after each row; positions are those of the tokens to be picked.
+
+        Args:
+            logits: float32 `[T, vocab]`, overwritten.
+            positions: int64 `[T]`.
+            windows: int64 `[T, window]`, from `History.windows`.
+        """
+        picks: list[int] = self.scores(logits, positions, windows).argmax(dim=-1).tolist()
+        return picks
+
+    @torch.inference_mode()
+    def rank(self, logits: Tensor, positions: Tensor, windows: Tensor, width: int) -> list[list[int]]:
+        """The `width` most promising tokens of each row, best first; fewer where fewer can occur."""
+        top = self.scores(logits, positions, windows).topk(width, dim=-1)
+        return [
+            [token for token, score in zip(ids, scores, strict=True) if score > NEG_INF]
+            for ids, scores in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        ]
+
+    def scores(self, logits: Tensor, positions: Tensor, windows: Tensor) -> Tensor:
+        """Processed logits plus noise, float64 `[T, vocab]`; -inf where a token cannot occur."""
+        processed = self.process(logits, windows)
+        if self.settings.temperature == 0:
+            return processed.double()
+        rows, ids = torch.nonzero(processed > NEG_INF, as_tuple=True)
+        noise = keyed_gumbel(self.seed, positions.to(logits.device)[rows], ids)
+        scores = torch.full_like(processed, NEG_INF, dtype=torch.float64)
+        scores[rows, ids] = processed[rows, ids].double() + noise
+        return scores
+
+    def process(self, logits: Tensor, windows: Tensor) -> Tensor:
+        """Penalty, suppression, temperature and filters; float32 `[T, vocab]`, in place."""
+        s = self.settings
+        if self.W:
+            penalise(logits, windows.to(logits.device), self.theta)
+        if len(self._suppressed):
+            logits.index_fill_(1, self._suppressed.to(logits.device), NEG_INF)
+        if s.temperature == 0:
+            return logits
+        logits /= s.temperature
+        if 0 < s.top_k < logits.shape[1]:
+            keep_at_least(logits, max(s.top_k, s.min_tokens_to_keep))
+        for limit in (self._top_p_limit, self._min_p_limit, self._eta_limit):
+            threshold = limit(logits)
+            if threshold is not None:
+                logits.masked_fill_(logits < self._at_least(logits, threshold), NEG_INF)
+        return logits
+
+    def _at_least(self, logits: Tensor, threshold: Tensor) -> Tensor:
+        """Lower a row's threshold to its `min_tokens_to_keep`-th largest logit."""
+        if self.settings.min_tokens_to_keep == 1:
+            return torch.minimum(threshold, logits.amax(dim=-1, keepdim=True))
+        kept = logits.topk(self.settings.min_tokens_to_keep, dim=-1).values[:, -1:]
+        return torch.minimum(threshold, kept)
+
+    def _top_p_limit(self, logits: Tensor) -> Tensor | None:
+        """Logit of the last token of the smallest set whose probability reaches `top_p`, `[T, 1]`."""
+        if self.settings.top_p >= 1.0:
+            return None
+        total = torch.logsumexp(logits.double(), dim=-1, keepdim=True)
+        width = min(_TOP_P_CANDIDATES, logits.shape[1])
+        while True:
+            top = logits.topk(width, dim=-1).values
+            mass = torch.exp(top.double() - total).cumsum(dim=-1)
+            if width == logits.shape[1] or bool((mass[:, -1] >= self.settings.top_p).all()):
+                break
+            width = logits.shape[1]
+        last = (mass < self.settings.top_p).sum(dim=-1, keepdim=True).clamp(max=width - 1)
+        return top.gather(1, last)
+
+    def _min_p_limit(self, logits: Tensor) -> Tensor | None:
+        """Logit at which a token has `min_p` times the probability of the likeliest one, `[T, 1]`."""
+        if self.settings.min_p <= 0.0:
+            return None
+        return logits.amax(dim=-1, keepdim=True) + math.log(self.settings.min_p)
+
+    def _eta_limit(self, logits: Tensor) -> Tensor | None:
+        """Eta sampling (Hewitt et al. 2022): min(epsilon, sqrt(epsilon) exp(-entropy)), as a logit."""
+        epsilon = self.settings.eta
+        if epsilon <= 0.0:
+            return None
+        wide = logits.double()
+        total = torch.logsumexp(wide, dim=-1, keepdim=True)
+        log_p = wide - total
+        entropy = -torch.special.xlogy(log_p.exp(), log_p.exp()).sum(dim=-1, keepdim=True)
+        log_eta = torch.clamp(0.5 * math.log(epsilon) - entropy, max=math.log(epsilon))
+        return (log_eta + total).float()
+
+
+def penalise(logits: Tensor, windows: Tensor, theta: float) -> None:
+    """Contextual penalty (paper, section 3.5), in place, once per token id of a row's window.
+
+    A positive logit is divided by `theta`, a negative one multiplied.
+    """
+    seen = logits.gather(1, windows)
+    logits.scatter_(1, windows, torch.where(seen > 0, seen / theta, seen * theta))
+
+
+def keep_at_least(logits: Tensor, num_tokens: int) -> None:
+    """Mask, in place, all but the `num_tokens` largest logits of each row (ties stay)."""
+    limit = logits.topk(num_tokens, dim=-1).values[:, -1:]
+    logits.masked_fill_(logits < limit, NEG_INF)

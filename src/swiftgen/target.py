@@ -1,0 +1,190 @@
+"""Target: the one forward pass.
+
+Everything the target computes goes through `Target.forward`: T rows, each at its own position, attending
+to the committed prefix and to its ancestors. One live row is AR decoding, a tree is verification, a chain
+is prefill. There is no second code path and so no second rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from swiftgen.attention import ATTENTION_NAME, TreePass, prefix_kernel, tree_attention, tree_mask
+from swiftgen.cache import BLOCK_TOKENS, CacheShape, FullCache, KVCache
+from swiftgen.linear import can_pack, pack_linears
+from swiftgen.tree import DraftTree
+
+LM_HEAD_ROWS = 32
+"""Rows per lm_head call; a larger matrix product may choose a kernel that adds in another order."""
+
+
+@dataclass(frozen=True)
+class PassOutput:
+    """Results of one pass, live rows only.
+
+    Args:
+        hidden: Hidden states before the final norm, `[T, hidden]`.
+        queries: Per layer, `[Hkv, G, T, D]`.
+    """
+
+    hidden: Tensor
+    queries: list[Tensor]
+
+    def queries_at(self, row: int) -> list[Tensor]:
+        """Per layer the queries of one live row, `[Hkv, G, D]`."""
+        row %= len(self.hidden)
+        return [queries[:, :, row] for queries in self.queries]
+
+
+class Target:
+    """An unmodified Hugging Face decoder, driven through its attention interface.
+
+    The final norm is taken out of the model (the heads need the state before it) and applied by `logits`.
+
+    Args:
+        model: A causal language model in eval mode; it is changed in place and belongs to the target.
+        attention: Prefix kernel by its preset name.
+        pass_sizes: Rows a pass may have, ascending; `exactness.choose_pass_sizes` finds them.
+    """
+
+    def __init__(self, model: PreTrainedModel, attention: str = "auto") -> None:
+        self.config = model.config
+        self.device, self.dtype = model.device, model.dtype
+        self._prefix_kernel = prefix_kernel(attention, self.device, self.dtype)
+        AttentionInterface.register(ATTENTION_NAME, tree_attention)
+        AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
+        model.set_attn_implementation(ATTENTION_NAME)
+        self._base: nn.Module = model.base_model
+        self._norm: nn.Module = self._base.norm
+        self._base.norm = nn.Identity()
+        self._packed = can_pack(self.device, self.dtype)
+        if self._packed:
+            pack_linears(model)
+        self._lm_head: nn.Module = model.lm_head
+        self.pass_sizes: tuple[int, ...] = (BLOCK_TOKENS,)
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        """Dimensions of a KV cache for this model."""
+        config = self.config
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return CacheShape(
+            config.num_hidden_layers, config.num_key_value_heads, head_dim, self.dtype, self.device
+        )
+
+    @property
+    def arithmetic(self) -> dict[str, object]:
+        """What the rounding of a result depends on, beside the hardware."""
+        return {
+            "torch": torch.__version__,
+            "device": self.device.type,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "prefix": self._prefix_kernel.__name__,
+            "packed_linears": self._packed,
+            "block_tokens": BLOCK_TOKENS,
+        }
+
+    @property
+    def max_rows(self) -> int:
+        """Rows of the largest pass."""
+        return self.pass_sizes[-1]
+
+    def pass_size(self, num_rows: int) -> int:
+        """The smallest allowed pass that holds `num_rows` rows."""
+        return next(size for size in self.pass_sizes if size >= num_rows)
+
+    @torch.inference_mode()
+    def forward(
+        self, tree: DraftTree, position: int, cache: KVCache, num_rows: int | None = None
+    ) -> PassOutput:
+        """One pass over the nodes of a tree; a tree of more nodes than the largest pass takes several.
+
+        Args:
+            tree: Its nodes become rows in their order; the rest of the pass is padding.
+            position: Absolute position of the root.
+            num_rows: Rows of the pass, padding included; by default the smallest allowed pass.
+        """
+        parts = []
+        for first in range(0, len(tree), num_rows or self.max_rows):
+            live = min(len(tree) - first, num_rows or self.max_rows)
+            parts.append(
+                self._forward_rows(tree, first, live, num_rows or self.pass_size(live), position, cache)
+            )
+        if len(parts) == 1:
+            return parts[0]
+        queries = [torch.cat(layer, dim=2) for layer in zip(*(part.queries for part in parts), strict=True)]
+        return PassOutput(torch.cat([part.hidden for part in parts]), queries)
+
+    def _forward_rows(
+        self, tree: DraftTree, first: int, live: int, size: int, position: int, cache: KVCache
+    ) -> PassOutput:
+        """Nodes `first` to `first + live` of the tree, padded to `size` rows."""
+        padding = size - live
+        rows = slice(first, first + live)
+        token_ids = torch.tensor([tree.tokens[rows] + tree.tokens[:1] * padding])
+        positions = torch.tensor([tree.depths[rows] + [0] * padding]) + position
+        visible = tree.visibility(first + size)[first:]
+        tree_pass = TreePass(
+            cache, tree_mask(visible, cache.num_tail_tokens).to(self.device), self._prefix_kernel, first
+        )
+        hidden = self._base(
+            input_ids=token_ids.to(self.device),
+            position_ids=positions.to(self.device),
+            use_cache=False,
+            tree_pass=tree_pass,
+        ).last_hidden_state
+        queries = [layer[:, :, :live] for layer in tree_pass.queries]
+        return PassOutput(hidden[0, :live], queries)
+
+    def normed(self, hidden: Tensor) -> Tensor:
+        """The model's final norm: what the lm_head reads, `[T, hidden]`."""
+        normed: Tensor = self._norm(hidden)
+        return normed
+
+    def logits(self, hidden: Tensor, num_rows: int | None = None) -> Tensor:
+        """Final norm and lm_head: `[T, hidden]` -> float32 `[T, vocab]`."""
+        return self.unembed(self.normed(hidden), num_rows)
+
+    @torch.inference_mode()
+    def unembed(self, hidden: Tensor, num_rows: int | None = None) -> Tensor:
+        """The lm_head alone, padded like a pass: `[T, hidden]` -> float32 `[T, vocab]`."""
+        logits = []
+        for part in hidden.split(min(LM_HEAD_ROWS, self.max_rows)):
+            size = min(LM_HEAD_ROWS, num_rows or self.pass_size(len(part)))
+            padded = nn.functional.pad(part, (0, 0, 0, size - len(part)))
+            logits.append(self._lm_head(padded)[: len(part)].float())
+        return torch.cat(logits)
+
+    def prefill(
+        self, token_ids: Sequence[int], cache: FullCache, on_progress: Callable[[int], None] | None = None
+    ) -> PassOutput | None:
+        """Append tokens to the cache in chains that end at block boundaries.
+
+        Every chain is padded to one size, so the cache depends on the tokens alone. Returns the last
+        pass (None without tokens).
+        """
+        output = None
+        done = 0
+        while done < len(token_ids):
+            room = BLOCK_TOKENS - cache.num_tail_tokens
+            chain = token_ids[done : done + room]
+            tree = DraftTree(chain[0], max_depth=BLOCK_TOKENS)
+            tree.add_path(0, chain[1:], "prompt")
+            output = self.forward(tree, cache.length, cache, num_rows=BLOCK_TOKENS)
+            cache.commit(range(len(chain)))
+            done += len(chain)
+            if on_progress:
+                on_progress(done)
+        return output
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Mask function of our attention: the tree mask travels with the pass."""
+    return None

@@ -1,0 +1,116 @@
+"""Tiny random models of every supported family, and helpers to decode with them."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from swiftgen.cache import FullCache
+from swiftgen.decode import StepEvent, decode
+from swiftgen.exactness import choose_pass_sizes
+from swiftgen.planner import Planner
+from swiftgen.presets import SamplerSettings
+from swiftgen.sampling import Sampler
+from swiftgen.target import Target
+
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+VOCAB_SIZE = 97
+HIDDEN_SIZE = 48
+
+
+def tiny_model(
+    family: str = "llama", dtype: torch.dtype = torch.float32, vocab_size: int = VOCAB_SIZE
+) -> PreTrainedModel:
+    """A random model, sharp enough that its samples vary with the context."""
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=vocab_size,
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=80,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        sliding_window=None,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(7)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+
+
+@functools.cache
+def tiny_target(family: str = "llama", dtype: torch.dtype = torch.float32) -> Target:
+    """A target with its pass sizes chosen; shared, since decoding does not change it."""
+    target = Target(tiny_model(family, dtype))
+    exactness = choose_pass_sizes(target)
+    assert exactness.lossless
+    target.pass_sizes = exactness.pass_sizes
+    return target
+
+
+def new_cache(target: Target, num_tokens: int) -> FullCache:
+    return FullCache(target.cache_shape, num_tokens + 512)
+
+
+@dataclass
+class Run:
+    """All a run leaves behind, for comparison to the last bit."""
+
+    token_ids: list[int]
+    logits: Tensor
+    keys: Tensor
+    values: Tensor
+    events: list[StepEvent] = field(default_factory=list)
+
+    def same_bits(self, other: Run) -> bool:
+        return (
+            self.token_ids == other.token_ids
+            and torch.equal(self.logits, other.logits)
+            and torch.equal(self.keys, other.keys)
+            and torch.equal(self.values, other.values)
+        )
+
+
+def run(
+    target: Target, planner: Planner, sampler: Sampler, prompt: list[int], num_tokens: int, **options: object
+) -> Run:
+    """Decode and keep the logits and the cache of every accepted position."""
+    cache = new_cache(target, len(prompt) + num_tokens)
+    accepted: list[Tensor] = []
+    passes: list[Tensor] = []
+    pick, observe = sampler.pick, planner.observe
+
+    def recording_pick(logits: Tensor, positions: Tensor, windows: Tensor) -> list[int]:
+        passes.append(logits.clone())
+        return pick(logits, positions, windows)
+
+    def recording_observe(tree, path, seconds, committed) -> None:  # type: ignore[no-untyped-def]
+        accepted.append(passes[-1][path])
+        observe(tree, path, seconds, committed)
+
+    sampler.pick, planner.observe = recording_pick, recording_observe  # type: ignore[method-assign]
+    events = list(decode(target, planner, sampler, cache, prompt, num_tokens, **options))  # type: ignore[arg-type]
+    del sampler.pick, planner.observe
+    token_ids = [token for event in events for token in event.token_ids]
+    length = len(prompt) + num_tokens - 1
+    return Run(
+        token_ids,
+        torch.cat(accepted)[: len(token_ids)],
+        cache.keys[:, :, :length].clone(),
+        cache.values[:, :, :length].clone(),
+        events,
+    )
+
+
+def sampler(seed: int = 3, W: int = 20, theta: float = 1.0, **settings: float) -> Sampler:
+    return Sampler(SamplerSettings(**settings), seed, W, theta)  # type: ignore[arg-type]
+
+
+def ar_planner(target: Target) -> Planner:
+    return Planner(None, None, target.pass_sizes, measured=True)
