@@ -1,0 +1,274 @@
+"""The command line: thin commands, and one place where errors become two lines on stderr.
+
+Imports stay light, so that `swiftgen --help` answers at once; a command imports what it needs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from swiftgen.errors import SwiftgenError
+from swiftgen.stdout import ReaderGone
+
+EXIT_READER_GONE = 141  # what a shell reports for a program that SIGPIPE ended
+
+_PROMPT, _LENGTH, _DRAFT, _DISPLAY = "Prompt", "Length and output", "Model and sampling", "Display"
+
+app = typer.Typer(
+    name="swiftgen",
+    help="Write very long documents with a local language model, fast, and exactly as plain decoding would.",
+    epilog="Begin with: swiftgen write --tokens 2000 -o book.txt",
+    invoke_without_command=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit code.
+
+    Args:
+        args: without the program name; None is the process's own.
+    """
+    try:
+        return (
+            app(args=None if args is None else list(args), prog_name="swiftgen", standalone_mode=False) or 0
+        )
+    except SwiftgenError as error:
+        _report(error.message, error.hint)
+        return error.exit_code
+    except ReaderGone:
+        # Python flushes stdout on its way out, which would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_READER_GONE
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        # A usage error. Its class has moved between click and typer's own copy; its shape has not.
+        if not hasattr(error, "format_message"):
+            raise
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context else "swiftgen"
+        _report(error.format_message(), f"`{command} --help` shows what is possible")
+        return int(getattr(error, "exit_code", 2))
+
+
+def _report(message: str, hint: str) -> None:
+    for label, color, text in (("error", typer.colors.RED, message), ("hint", typer.colors.CYAN, hint)):
+        if text:
+            typer.echo(typer.style(f"{label}:", fg=color, bold=True) + f" {_one_line(text)}", err=True)
+
+
+def _one_line(text: str) -> str:
+    """Paths and keys come from outside: nothing in them may break the line or reach the terminal raw."""
+    joined = " ".join(text.split())
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in joined)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from swiftgen import __version__
+
+        typer.echo(f"swiftgen {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command()
+def write(
+    stdin: Annotated[
+        str | None, typer.Argument(metavar="-", help="Read the prompt from stdin.", show_default=False)
+    ] = None,
+    *,
+    prompt: Annotated[
+        str | None,
+        typer.Option("--prompt", "-p", metavar="TEXT", help="The prompt.", rich_help_panel=_PROMPT),
+    ] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Read the prompt from a UTF-8 file.", rich_help_panel=_PROMPT),
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="Answer the prompt as a chat, or continue it as it is. Default: as the preset says.",
+            rich_help_panel=_PROMPT,
+        ),
+    ] = None,
+    system: Annotated[
+        str | None,
+        typer.Option(metavar="TEXT", help="System prompt of the chat.", rich_help_panel=_PROMPT),
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option("--tokens", "-n", metavar="N", help="Length to write.", rich_help_panel=_LENGTH)
+    ] = 1000,
+    output: Annotated[
+        str,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Write FILE, and a run folder beside it. - is stdout.",
+            rich_help_panel=_LENGTH,
+        ),
+    ] = "-",
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace an existing document.", rich_help_panel=_LENGTH)
+    ] = False,
+    stop_at_eos: Annotated[
+        bool,
+        typer.Option(
+            "--stop-at-eos",
+            help="Let the model end the text before the length is reached.",
+            rich_help_panel=_LENGTH,
+        ),
+    ] = False,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="Model and settings; `swiftgen presets` lists them. Default: smollm2-135m.",
+            rich_help_panel=_DRAFT,
+        ),
+    ] = None,
+    seed: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="The same seed gives the same text, however it is drafted.",
+            rich_help_panel=_DRAFT,
+        ),
+    ] = 0,
+    temperature: Annotated[
+        float | None, typer.Option(metavar="T", help="0 is greedy.", rich_help_panel=_DRAFT)
+    ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOW",
+            help="none (plain decoding), auto, paper, ngram or self: changes the speed, never the text.",
+            rich_help_panel=_DRAFT,
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Any setting of the preset, for example sampler.min_p=0.1. Can be repeated.",
+            rich_help_panel=_DRAFT,
+        ),
+    ] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Show nothing but errors.", rich_help_panel=_DISPLAY)
+    ] = False,
+    json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="End with one line of JSON on stdout (on stderr if the text is there).",
+            rich_help_panel=_DISPLAY,
+        ),
+    ] = False,
+) -> int:
+    """Write a document of exactly N tokens.
+
+    Text goes to stdout or FILE as it is accepted, everything else to stderr. Without a
+    prompt, a piped stdin is read; on a terminal the model is asked for a story.
+
+    [bold]Examples[/bold]
+
+      swiftgen write --tokens 2000 -o book.txt
+
+      swiftgen write --prompt "Explain how bread rises." | less
+
+      swiftgen write --raw --prompt-file start.txt --tokens 20000 -o novel.txt
+
+      cat notes.txt | swiftgen write - --preset llama31-8b -n 100000 -o report.txt
+
+      swiftgen write --draft none --set sampler.min_p=0.05 --seed 7 -o plain.txt
+    """
+    from swiftgen.write import WriteRequest
+    from swiftgen.write import write as write_document
+
+    if stdin not in (None, "-"):
+        raise SwiftgenError(f"unexpected argument {stdin!r}", "a prompt is given with --prompt TEXT")
+    flags = {
+        "chat": chat,
+        "system": system,
+        "sampler.temperature": temperature,
+        "draft": draft,
+        "eos": "stop" if stop_at_eos else None,
+    }
+    return write_document(
+        WriteRequest(
+            preset=preset,
+            overrides=_overrides(settings or [], flags),
+            prompt=prompt,
+            prompt_file=prompt_file,
+            prompt_from_stdin=stdin == "-",
+            num_tokens=tokens,
+            seed=seed,
+            output=None if output == "-" else Path(output),
+            force=force,
+            quiet=quiet,
+            json=json,
+        )
+    )
+
+
+@app.command()
+def presets(
+    name: Annotated[
+        str | None, typer.Argument(help="Print this one, with all its settings.", show_default=False)
+    ] = None,
+) -> None:
+    """List the presets, or print one.
+
+    [bold]Examples[/bold]
+
+      swiftgen presets
+
+      swiftgen presets smollm2-135m > mine.yaml
+    """
+    from swiftgen.presets import list_presets, load_preset, preset_yaml
+
+    if name is not None:
+        typer.echo(preset_yaml(load_preset(name)), nl=False)
+        return
+    infos = list_presets()
+    width = max((len(info.name) for info in infos), default=0)
+    for info in infos:
+        typer.echo(f"{info.name:<{width}}  {info.description}")
+
+
+def _overrides(settings: list[str], flags: dict[str, Any]) -> dict[str, Any]:
+    """Preset overrides from --set and from the flags that stand for a setting."""
+    from swiftgen.presets import parse_override
+
+    overrides = dict(parse_override(setting) for setting in settings)
+    for key, value in flags.items():
+        if value is None:
+            continue
+        if key in overrides:
+            raise SwiftgenError(f"{key} is set twice, by a flag and by --set", "keep one of them")
+        overrides[key] = value
+    return overrides

@@ -1,0 +1,120 @@
+"""run.yaml: what a run was asked for and with what it was computed. Enough to resume it exactly."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, JsonValue, ValidationError
+
+from swiftgen import __version__ as swiftgen_version
+from swiftgen.errors import SwiftgenError
+from swiftgen.preset_files import dump_yaml
+from swiftgen.storage import sync_folder, write_synced
+
+MANIFEST_NAME = "run.yaml"
+COMPLETE_REASONS = ("length", "eos")
+
+_HEADER = "# Written by swiftgen. The token log (tokens.bin) is the truth; the text is derived from it.\n"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+
+class ModelRecord(_Strict):
+    """The model as it was loaded."""
+
+    source: str
+    fingerprint: str
+    dtype: str
+    device: str
+    max_positions: int = Field(ge=1)
+
+
+class Manifest(_Strict):
+    """The content of run.yaml."""
+
+    format: Literal[1] = 1  # of the run folder; a change that old code cannot read raises it
+    text_file: str = Field(min_length=1)  # name only: the run folder lies beside it
+    created: AwareDatetime
+    status: Literal["running", "complete", "stopped"] = "running"
+    stop_reason: str | None = None
+    seed: int
+    num_tokens: int = Field(ge=1)  # planned, without the prompt
+    num_prompt_tokens: int = Field(ge=1)
+    model: ModelRecord
+    preset: dict[str, JsonValue]  # resolved
+    arithmetic: dict[str, JsonValue]  # a resumed run must match it to write the same bytes
+    versions: dict[str, str]
+
+    def finished(self, stop_reason: str) -> Manifest:
+        """The manifest of the same run after it ended."""
+        status = "complete" if stop_reason in COMPLETE_REASONS else "stopped"
+        return self.model_copy(update={"status": status, "stop_reason": stop_reason})
+
+
+def now_utc() -> datetime:
+    """The current time, to the second."""
+    return datetime.now(UTC).replace(microsecond=0)
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of what the bytes of a run depend on; nothing is imported for it."""
+    versions = {"swiftgen": swiftgen_version}
+    for package in ("torch", "transformers"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "unknown"
+    return versions
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Replaces run.yaml as a whole: a reader, or a power cut, sees the old one or the new one.
+
+    Raises:
+        OSError: the file cannot be written; the old one is still there.
+    """
+    target = folder / MANIFEST_NAME
+    temporary = folder / f"{MANIFEST_NAME}.new"
+    try:
+        write_synced(temporary, (_HEADER + dump_yaml(manifest.model_dump())).encode("utf-8"))
+        os.replace(temporary, target)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    sync_folder(folder)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads the run.yaml of a run folder.
+
+    Raises:
+        SwiftgenError: the file is missing, unreadable, damaged, or of a newer format.
+    """
+    path = folder / MANIFEST_NAME
+    hint = "the folder belongs to no run of swiftgen, or its file was changed by hand"
+    try:
+        data: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SwiftgenError(f"cannot read {path}: {error.strerror or error}", hint) from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, or an impossible date
+        raise SwiftgenError(f"{path} is damaged: it is not YAML", hint) from error
+    if isinstance(data, Mapping) and isinstance(data.get("format"), int) and data["format"] > 1:
+        raise SwiftgenError(f"{path} was written by a newer swiftgen", "update swiftgen")
+    try:
+        return Manifest.model_validate(data)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(str(part) for part in problem["loc"]) or "content"
+        raise SwiftgenError(f"{path} is damaged: {where}: {problem['msg']}", hint) from error

@@ -1,0 +1,81 @@
+"""Files that survive failures: records appended whole, files replaced whole."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from contextlib import suppress
+from io import FileIO
+from pathlib import Path
+
+
+class AppendFile:
+    """An existing file that grows by whole records: a flush that fails leaves it as it was.
+
+    What could not be written waits for the next flush. The state is one value, replaced at once, and
+    writes go to a fixed place; so an interrupt (Ctrl-C) between any two instructions neither loses
+    nor repeats a record.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = FileIO(path, "r+")
+        data = self._file.readall()
+        self._state = (len(data), zlib.crc32(data), b"")  # (bytes written, their checksum, bytes waiting)
+
+    @property
+    def size(self) -> int:
+        """Bytes written."""
+        return self._state[0]
+
+    @property
+    def crc32(self) -> int:
+        """Checksum of the bytes written."""
+        return self._state[1]
+
+    def add(self, data: bytes) -> None:
+        """Queues a record for the next flush."""
+        size, crc, waiting = self._state
+        self._state = (size, crc, waiting + data)
+
+    def flush(self) -> None:
+        """Hands what waits to the system: from here on a killed process cannot lose it."""
+        size, crc, waiting = self._state
+        if not waiting:
+            return
+        self._file.seek(size)
+        try:
+            written = 0
+            while written < len(waiting):
+                written += self._file.write(waiting[written:])
+        except OSError:
+            with suppress(OSError):
+                self._file.truncate(size)
+            raise
+        self._state = (size + len(waiting), zlib.crc32(waiting, crc), b"")
+
+    def sync(self) -> None:
+        """Flushes and returns when all is on the disk."""
+        self.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Closes the file; what still waits is dropped."""
+        self._file.close()
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Creates or replaces a file and waits until it is on the disk."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a folder durable, where the system can (POSIX)."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
