@@ -33,7 +33,7 @@ class TreePass:
 
     Args:
         cache: Receives the keys and values, gives the prefix and the tail.
-        tail_mask: Additive, float64 `[T, tail keys]`: 0 where a row sees a key, -inf elsewhere.
+        tail_mask: From `tree_mask`: 0 where a row sees a key, -inf elsewhere.
         prefix_kernel: How the prefix is computed on this device.
         first_row: Rows of the same tree computed by earlier passes.
         queries: Filled per layer: `[Hkv, G, T, D]`, used to rank keys by importance.
@@ -46,15 +46,49 @@ class TreePass:
     queries: list[Tensor] = field(default_factory=list)
 
 
-def tree_mask(visible: Tensor, num_tail_tokens: int) -> Tensor:
-    """Additive float64 mask `[T, num_tail_tokens + rows]` from the visibility, bool `[T, rows]`."""
+def tree_mask(visible: Tensor, num_tail_tokens: int, group: int) -> Tensor:
+    """Additive float64 mask `[1, group * T, num_tail_tokens + rows]` from the visibility, bool `[T, rows]`.
+
+    It is repeated for the query heads of a KV head, which attend together.
+    """
     mask = torch.zeros(visible.shape[0], num_tail_tokens + visible.shape[1], dtype=torch.float64)
     mask[:, num_tail_tokens:].masked_fill_(~visible, float("-inf"))
-    return mask
+    return mask.repeat(group, 1).unsqueeze(0)
+
+
+def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, tree_pass: TreePass) -> Tensor:
+    """Store the keys and values of a pass in the cache, and attend.
+
+    Args:
+        layer: Its index.
+        q: After RoPE, contiguous, the query heads of a KV head together: `[Hkv, G*T, D]`.
+        k, v: `[Hkv, T, D]`, keys after RoPE.
+        scaling: Factor of the scores.
+        tree_pass: The pass.
+
+    Returns:
+        `[H, T, D]` in the dtype of `q`.
+    """
+    num_kv_heads, num_rows, head_dim = k.shape
+    view = tree_pass.cache.store(layer, k, v, tree_pass.first_row)
+    tree_pass.queries.append(q.view(num_kv_heads, -1, num_rows, head_dim))
+
+    tail_keys, tail_values = view.tail_keys.double(), view.tail_values.double()
+    scores = torch.baddbmm(tree_pass.tail_mask, q.double(), tail_keys.transpose(1, 2), alpha=scaling)
+    if not view.prefix_keys.shape[1]:
+        merged = torch.bmm(torch.softmax(scores, dim=-1), tail_values)
+    else:
+        out, lse = tree_pass.prefix_kernel(q, view.prefix_keys, view.prefix_values, scaling)
+        num_parts = lse.shape[1]
+        weights = torch.softmax(torch.cat([lse.transpose(1, 2), scores], dim=-1), dim=-1)
+        merged = torch.bmm(weights[..., num_parts:], tail_values)
+        for part in range(num_parts):
+            merged.addcmul_(weights[..., part, None], out[:, part].double())
+    return merged.to(q.dtype).view(-1, num_rows, head_dim)
 
 
 def tree_attention(
-    module: torch.nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -62,9 +96,9 @@ def tree_attention(
     *,
     scaling: float,
     tree_pass: TreePass,
-    **_: Any,
+    **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function registered with transformers.
+    """`attend` as transformers calls it, for layers that are not fused.
 
     Args:
         query, key, value: After RoPE: `[1, H, T, D]`, `[1, Hkv, T, D]`, `[1, Hkv, T, D]`.
@@ -72,25 +106,9 @@ def tree_attention(
     Returns:
         `[1, T, H, D]` in the dtype of `query`, and no attention weights.
     """
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    _, num_heads, num_rows, head_dim = query.shape
-    num_kv_heads = key.shape[1]
-    q = query.reshape(num_kv_heads, -1, head_dim)  # [Hkv, G*T, D]
-    view = tree_pass.cache.store(layer, key[0], value[0], tree_pass.first_row)
-    tree_pass.queries.append(q.view(num_kv_heads, -1, num_rows, head_dim))
-
-    mask = tree_pass.tail_mask.repeat(num_heads // num_kv_heads, 1).expand(num_kv_heads, -1, -1)
-    scores = torch.baddbmm(mask, q.double(), view.tail_keys.double().transpose(1, 2), alpha=scaling)
-    if view.prefix_keys.shape[1]:
-        out, lse = tree_pass.prefix_kernel(q, view.prefix_keys, view.prefix_values, scaling)
-        num_parts = lse.shape[1]
-        weights = torch.softmax(torch.cat([lse.transpose(1, 2), scores], dim=-1), dim=-1)
-        merged = torch.bmm(weights[..., num_parts:], view.tail_values.double())
-        for part in range(num_parts):
-            merged.addcmul_(weights[..., part, None], out[:, part].double())
-    else:
-        merged = torch.bmm(torch.softmax(scores, dim=-1), view.tail_values.double())
-    return merged.to(query.dtype).view(1, num_heads, num_rows, head_dim).transpose(1, 2), None
+    q = query.reshape(key.shape[1], -1, query.shape[-1])
+    attended = attend(module.layer_idx, q, key[0], value[0], scaling, tree_pass)
+    return attended.transpose(0, 1).unsqueeze(0), None
 
 
 def cpu_prefix(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,8 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from swiftgen.attention import ATTENTION_NAME, TreePass, prefix_kernel, tree_attention, tree_mask
 from swiftgen.cache import BLOCK_TOKENS, CacheShape, FullCache, KVCache
-from swiftgen.linear import can_pack, pack_linears
+from swiftgen.layers import fuse_layers
+from swiftgen.linear import PackedLinear, can_pack, pack_linears
 from swiftgen.tree import DraftTree
 
 LM_HEAD_ROWS = 32
@@ -65,9 +66,12 @@ class Target:
         self._norm: nn.Module = self._base.norm
         self._base.norm = nn.Identity()
         self._packed = can_pack(self.device, self.dtype)
-        if self._packed:
-            pack_linears(model)
-        self._lm_head: nn.Module = model.lm_head
+        make_linear = PackedLinear if self._packed else nn.Identity()
+        self._fused = fuse_layers(self._base, self.cache_shape.head_dim, make_linear)
+        if self._packed and not self._fused:
+            pack_linears(self._base)
+        self._lm_head: nn.Module = make_linear(model.lm_head)
+        self._group = self.config.num_attention_heads // self.config.num_key_value_heads
         self.pass_sizes: tuple[int, ...] = (BLOCK_TOKENS,)
 
     @property
@@ -88,6 +92,7 @@ class Target:
             "dtype": str(self.dtype).removeprefix("torch."),
             "prefix": self._prefix_kernel.__name__,
             "packed_linears": self._packed,
+            "fused_layers": self._fused,
             "block_tokens": BLOCK_TOKENS,
         }
 
@@ -131,9 +136,8 @@ class Target:
         token_ids = torch.tensor([tree.tokens[rows] + tree.tokens[:1] * padding])
         positions = torch.tensor([tree.depths[rows] + [0] * padding]) + position
         visible = tree.visibility(first + size)[first:]
-        tree_pass = TreePass(
-            cache, tree_mask(visible, cache.num_tail_tokens).to(self.device), self._prefix_kernel, first
-        )
+        mask = tree_mask(visible, cache.num_tail_tokens, self._group)
+        tree_pass = TreePass(cache, mask.to(self.device), self._prefix_kernel, first)
         hidden = self._base(
             input_ids=token_ids.to(self.device),
             position_ids=positions.to(self.device),

@@ -1,0 +1,142 @@
+"""Decoder layers with fewer operations, swapped into a loaded model.
+
+At a few rows a pass spends more time starting operations than computing. A fused layer does what the
+model's own does with one matrix product for q, k and v, one for gate and up, and three operations for
+RoPE. The model's classes stay as they are; only loaded modules are replaced, and only where they have
+the parts expected here (Llama, Mistral, Qwen2, Qwen3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm
+
+from swiftgen.attention import TreePass, attend
+
+MakeLinear = Callable[[nn.Linear], nn.Module]
+_PARTS = {
+    "": {"input_layernorm", "post_attention_layernorm", "self_attn", "mlp"},
+    "self_attn": {"q_proj", "k_proj", "v_proj", "o_proj"},
+    "mlp": {"gate_proj", "up_proj", "down_proj", "act_fn"},
+}
+_OPTIONAL = {"q_norm", "k_norm"}
+
+
+class SignedRotary(nn.Module):
+    """A model's rotary embedding, with the sign of "rotate half" moved into the sine.
+
+    `rotate_half(x) * sin` equals `roll(x, D / 2) * signed_sin`.
+    """
+
+    def __init__(self, rotary: nn.Module) -> None:
+        super().__init__()
+        self._rotary = rotary
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and signed sine of one sequence, `[T, 1, D]` each."""
+        cos, sin = self._rotary(x, position_ids=position_ids)
+        half = sin.shape[-1] // 2
+        return cos[0].unsqueeze(1), torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1).unsqueeze(1)
+
+
+class FusedLayer(nn.Module):
+    """One pre-norm decoder layer with grouped-query attention and a gated MLP.
+
+    Args:
+        layer: The model's own layer; its weights are used, the layer itself is not.
+        index: Its number.
+        head_dim: Width of an attention head.
+        make_linear: Turns a plain linear layer into the kind to compute with.
+    """
+
+    def __init__(self, layer: Any, index: int, head_dim: int, make_linear: MakeLinear) -> None:
+        super().__init__()
+        attention, mlp = layer.self_attn, layer.mlp
+        self._index = index
+        self._head_dim = head_dim
+        self._num_heads = attention.q_proj.out_features // head_dim
+        self._num_kv_heads = attention.k_proj.out_features // head_dim
+        self._scaling: float = attention.scaling
+        self.input_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
+        self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        self.qkv = make_linear(_joined([attention.q_proj, attention.k_proj, attention.v_proj]))
+        self.out = make_linear(attention.o_proj)
+        self.gate_up = make_linear(_joined([mlp.gate_proj, mlp.up_proj]))
+        self.act, self.down = mlp.act_fn, make_linear(mlp.down_proj)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        tree_pass: TreePass,
+        **unused: Any,
+    ) -> Tensor:
+        """`[1, T, hidden]` -> `[1, T, hidden]`."""
+        attended = self._attention(_normed(self.input_norm, hidden_states), position_embeddings, tree_pass)
+        hidden_states = hidden_states + attended
+        gate, up = self.gate_up(_normed(self.mlp_norm, hidden_states)).chunk(2, dim=-1)
+        mlp: Tensor = self.down(self.act(gate) * up)
+        return hidden_states + mlp
+
+    def _attention(self, x: Tensor, rotary: tuple[Tensor, Tensor], tree_pass: TreePass) -> Tensor:
+        num_rows, num_qk = x.shape[1], self._num_heads + self._num_kv_heads
+        qkv = self.qkv(x).view(num_rows, -1, self._head_dim)
+        qk, v = qkv[:, :num_qk], qkv[:, num_qk:]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = qk[:, : self._num_heads], qk[:, self._num_heads :]
+            qk = torch.cat([_normed(self.q_norm, q), _normed(self.k_norm, k)], dim=1)
+        cos, signed_sin = rotary
+        qk = torch.addcmul(qk * cos, qk.roll(self._head_dim // 2, dims=-1), signed_sin)
+        q, k = qk[:, : self._num_heads], qk[:, self._num_heads :]
+        attended = attend(
+            self._index,
+            q.transpose(0, 1).reshape(self._num_kv_heads, -1, self._head_dim),
+            k.transpose(0, 1),
+            v.transpose(0, 1),
+            self._scaling,
+            tree_pass,
+        )  # [H, T, D]
+        out: Tensor = self.out(attended.transpose(0, 1).reshape(1, num_rows, -1))
+        return out
+
+
+def fuse_layers(base: Any, head_dim: int, make_linear: MakeLinear) -> bool:
+    """Replace all layers of a base model, or none if any has other parts than expected.
+
+    Returns:
+        Whether they were replaced.
+    """
+    if not all(_fits(layer) for layer in base.layers):
+        return False
+    for index, layer in enumerate(base.layers):
+        base.layers[index] = FusedLayer(layer, index, head_dim, make_linear)
+    base.rotary_emb = SignedRotary(base.rotary_emb)
+    return True
+
+
+def _fits(layer: nn.Module) -> bool:
+    for name, parts in _PARTS.items():
+        found = {child for child, _ in layer.get_submodule(name).named_children()}
+        if not parts <= found <= parts | _OPTIONAL:
+            return False
+    return True
+
+
+def _normed(norm: Any, x: Tensor) -> Tensor:
+    """The model's RMSNorm as one call."""
+    return rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+
+def _joined(linears: Sequence[nn.Linear]) -> nn.Linear:
+    """One linear layer whose output is theirs side by side."""
+    weight = torch.cat([linear.weight for linear in linears])
+    joined = nn.Linear(weight.shape[1], weight.shape[0], bias=linears[0].bias is not None, device="meta")
+    joined.weight = nn.Parameter(weight, requires_grad=False)
+    if linears[0].bias is not None:
+        joined.bias = nn.Parameter(torch.cat([linear.bias for linear in linears]), requires_grad=False)
+    return joined

@@ -1,0 +1,50 @@
+"""Fused layers compute what the model's own layers do."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tiny import FAMILIES, new_cache, tiny_model
+from torch import nn
+
+from swiftgen.layers import FusedLayer, fuse_layers
+from swiftgen.target import Target
+
+TOKENS = [(5 * i * i + 3) % 97 for i in range(200)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_target_agrees_with_the_unmodified_model(family: str) -> None:
+    model = tiny_model(family)
+    if family == "qwen2":  # its biases are zero at first
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                nn.init.normal_(parameter)
+    expected = copy.deepcopy(model)(torch.tensor([TOKENS])).logits[0, -1]
+    target = Target(model)
+    assert all(isinstance(layer, FusedLayer) for layer in model.base_model.layers)
+    output = target.prefill(TOKENS, new_cache(target, len(TOKENS)))
+    assert output is not None
+    actual = target.logits(output.hidden[-1:])[0]
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_with_other_parts_stay_as_they_are() -> None:
+    model = tiny_model()
+    expected = copy.deepcopy(model)(torch.tensor([TOKENS])).logits[0, -1]
+    layer = model.base_model.layers[1]
+    layer.post_mlp_layernorm = nn.Identity()
+    target = Target(model)
+    assert not target.arithmetic["fused_layers"]
+    assert model.base_model.layers[1] is layer
+    output = target.prefill(TOKENS, new_cache(target, len(TOKENS)))
+    assert output is not None
+    torch.testing.assert_close(target.logits(output.hidden[-1:])[0], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_fuse_layers_says_whether_it_did() -> None:
+    base = tiny_model().base_model
+    assert fuse_layers(base, 8, nn.Identity())
+    assert not fuse_layers(base, 8, nn.Identity())  # already fused: other parts
