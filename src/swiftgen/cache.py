@@ -156,19 +156,18 @@ class PartialCache:
             queries: Per layer the queries of the last committed token, `[num_kv_heads, group, head_dim]`.
         """
         num_new = full.length - begin
-        if begin == self.length and full.length <= self.budget:
-            slots = list(range(begin, full.length))
-            self.length = full.length
-        elif num_new <= len(self._victims):
-            slots = [self._victims.pop() for _ in range(num_new)]
-        else:
+        num_free = min(num_new, self.budget - self.length)
+        if num_new - num_free > len(self._victims):
             self.select(full, queries)
             return
+        slots = list(range(self.length, self.length + num_free))
+        slots += [self._victims.pop() for _ in range(num_new - num_free)]
+        self.length += num_free
         index = torch.tensor(slots, device=self.keys.device)
         self.keys.index_copy_(2, index, full.keys[:, :, begin : full.length])
         self.values.index_copy_(2, index, full.values[:, :, begin : full.length])
         if not self.by_importance:
-            self._victims[:0] = reversed(slots)
+            self._victims[:0] = [slot for slot in reversed(slots) if slot >= self.num_sinks]
 
     def select(self, full: FullCache, queries: Sequence[Tensor]) -> None:
         """Choose anew which tokens of the full cache to keep."""

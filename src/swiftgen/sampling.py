@@ -52,7 +52,7 @@ def keyed_gumbel(seed: int, positions: Tensor, token_ids: Tensor) -> Tensor:
     key = torch.tensor(seed, dtype=torch.int64, device=positions.device)
     key = _mix(_mix(key * _GOLDEN + 1) + positions * _GOLDEN)
     bits = _mix(key + token_ids * _GOLDEN)
-    uniform = (_shift_right(bits, 11).double() + 0.5) * 2.0**-53  # in (0, 1), never 0 or 1
+    uniform = (_shift_right(bits, 12).double() + 0.5) * 2.0**-52  # exact, so never 0 or 1
     return -torch.log(-torch.log(uniform))
 
 
@@ -85,10 +85,11 @@ class History:
         """The last `num_tokens` tokens as seen from each node, its path included.
 
         Returns:
-            int64 `[len(tree), min(num_tokens, longest context)]`; short contexts repeat a token of theirs.
+            int64, one row a node; a window shorter than the longest repeats the node's own token.
         """
         depths = np.array(tree.depths)
-        paths = np.full((len(tree), tree.depth), tree.tokens[0], dtype=np.int64)
+        own = np.array(tree.tokens)[:, None]  # the last token of a node's window, so always in it
+        paths = np.repeat(own, tree.depth, axis=1)
         for node in range(1, len(tree)):
             depth = depths[node]
             paths[node, : depth - 1] = paths[tree.parents[node], : depth - 1]
@@ -98,7 +99,7 @@ class History:
         # A node at depth d sees d path tokens, so the oldest d of a full window have left it.
         overflow = np.maximum(0, len(base) + depths - num_tokens)
         left = np.arange(both.shape[1]) < overflow[:, None]
-        return torch.from_numpy(np.where(left, tree.tokens[0], both))
+        return torch.from_numpy(np.where(left, own, both))
 
 
 class Sampler:

@@ -1,0 +1,368 @@
+"""Tree attention against plain softmax over the visible keys, and the kernels of the prefix."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from swiftgen.attention import (
+    SPLIT_PREFIX_TOKENS,
+    PrefixKernel,
+    TreePass,
+    cpu_prefix,
+    flash_prefix,
+    prefix_kernel,
+    sdpa_prefix,
+    tree_attention,
+    tree_mask,
+)
+from swiftgen.cache import CacheShape, FullCache, PartialCache
+from swiftgen.errors import SwiftgenError
+from swiftgen.tree import DraftTree
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 16
+GROUP = NUM_HEADS // NUM_KV_HEADS
+SCALING = 0.3
+# Rounding of one number, and what a softmax over 1,000 keys may lose on top of it.
+TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+
+
+def random_tree(seed: int, num_nodes: int) -> DraftTree:
+    rng = random.Random(seed)
+    tree = DraftTree(0, max_depth=6)
+    while len(tree) < num_nodes:
+        tree.add(rng.randrange(len(tree)), rng.randrange(99), "base")
+    return tree
+
+
+def filled_cache(num_tokens: int, dtype: torch.dtype) -> FullCache:
+    cache = FullCache(CacheShape(2, NUM_KV_HEADS, HEAD_DIM, dtype, CPU), num_tokens + 64)
+    generator = torch.Generator().manual_seed(num_tokens)
+    for tensor in (cache.keys, cache.values):
+        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    cache.length = num_tokens
+    return cache
+
+
+def random_rows(num_rows: int, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value of a pass, as transformers hands them over: `[1, heads, T, D]`, not contiguous."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def rows(num_heads: int) -> Tensor:
+        tensor = torch.randn(1, num_rows, num_heads, HEAD_DIM, generator=generator)
+        return tensor.to(dtype).transpose(1, 2)
+
+    return rows(NUM_HEADS), rows(NUM_KV_HEADS), rows(NUM_KV_HEADS)
+
+
+def attend(
+    tree: DraftTree,
+    rows: tuple[Tensor, Tensor, Tensor],
+    cache: FullCache | PartialCache,
+    kernel: PrefixKernel,
+    first: int = 0,
+) -> tuple[Tensor, TreePass]:
+    """One layer of one pass over rows `first` and up; the output is `[T, H, D]`."""
+    num_rows = rows[0].shape[2]
+    visible = tree.visibility(first + num_rows)[first:]
+    tree_pass = TreePass(cache, tree_mask(visible, cache.num_tail_tokens, GROUP), kernel, first)
+    module = SimpleNamespace(layer_idx=1)
+    out, weights = tree_attention(module, *rows, None, scaling=SCALING, tree_pass=tree_pass)
+    assert weights is None
+    assert out.dtype == rows[0].dtype
+    return out[0], tree_pass
+
+
+def reference(tree: DraftTree, rows: tuple[Tensor, Tensor, Tensor], cache: FullCache) -> Tensor:
+    """Softmax over the committed tokens and the row's ancestors, in float64, keys repeated: `[T, H, D]`."""
+    query, key, value = (tensor[0].double() for tensor in rows)
+    keys = torch.cat([cache.keys[1, :, : cache.length].double(), key], dim=1).repeat_interleave(GROUP, 0)
+    values = torch.cat([cache.values[1, :, : cache.length].double(), value], dim=1).repeat_interleave(
+        GROUP, 0
+    )
+    seen = torch.zeros(query.shape[1], keys.shape[1], dtype=torch.bool)
+    seen[:, : cache.length] = True
+    for row in range(query.shape[1]):
+        for node in tree.path(row) if row < len(tree) else [row]:
+            seen[row, cache.length + node] = True
+    scores = (query @ keys.transpose(1, 2) * SCALING).masked_fill(~seen, float("-inf"))  # [H, T, keys]
+    return (scores.softmax(-1) @ values).transpose(0, 1)
+
+
+CONTEXTS = [0, 1, 100, 127, 128, 200, SPLIT_PREFIX_TOKENS - 1, SPLIT_PREFIX_TOKENS, SPLIT_PREFIX_TOKENS + 333]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kernel", [cpu_prefix, sdpa_prefix])
+@pytest.mark.parametrize("num_context", CONTEXTS)
+def test_a_tree_attends_like_softmax_over_the_visible_keys(
+    num_context: int, kernel: PrefixKernel, dtype: torch.dtype
+):
+    tree, rows = random_tree(num_context, num_nodes=13), random_rows(16, dtype)  # 3 rows of padding
+    cache = filled_cache(num_context, dtype)
+    expected = reference(tree, rows, cache)
+    actual, _ = attend(tree, rows, cache, kernel)
+    torch.testing.assert_close(actual.double(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+
+
+def test_a_tree_in_two_passes_attends_like_in_one():
+    tree, rows = random_tree(3, num_nodes=16), random_rows(16, torch.float32)
+    whole, _ = attend(tree, rows, filled_cache(150, torch.float32), cpu_prefix)
+    cache = filled_cache(150, torch.float32)
+    first, _ = attend(tree, tuple(x[:, :, :10] for x in rows), cache, cpu_prefix)
+    second, _ = attend(tree, tuple(x[:, :, 10:] for x in rows), cache, cpu_prefix, first=10)
+    torch.testing.assert_close(torch.cat([first, second]), whole, rtol=1e-6, atol=1e-6)
+
+
+def shuffled(tree: DraftTree, seed: int) -> tuple[DraftTree, list[int]]:
+    """The same tree with its nodes added in another order, and where each node went."""
+    rng = random.Random(seed)
+    other, place = DraftTree(tree.tokens[0], tree.max_depth), {0: 0}
+    while len(place) < len(tree):
+        ready = [node for node in range(len(tree)) if node not in place and tree.parents[node] in place]
+        node = rng.choice(ready)
+        added = other.add(place[tree.parents[node]], tree.tokens[node], "base")
+        assert added is not None
+        place[node] = added
+    return other, [place[node] for node in range(len(tree))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("num_context", [0, 90, 300, 1200])
+def test_the_order_of_drafts_in_memory_changes_no_bit_of_a_row(num_context: int, dtype: torch.dtype):
+    tree, rows = random_tree(num_context, num_nodes=32), random_rows(32, dtype)
+    expected, _ = attend(tree, rows, filled_cache(num_context, dtype), sdpa_prefix)
+    for seed in range(3):
+        other, places = shuffled(tree, seed)
+        assert places != list(range(32))
+        moved = tuple(torch.empty_like(x).index_copy_(2, torch.tensor(places), x) for x in rows)
+        actual, _ = attend(other, moved, filled_cache(num_context, dtype), sdpa_prefix)
+        assert torch.equal(actual[places], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_wrong_siblings_change_no_bit_of_a_chain(dtype: torch.dtype):
+    chain = DraftTree(0, max_depth=6)
+    chain.add_path(0, [1, 2, 3], "base")
+    rows = random_rows(16, dtype)
+    expected, _ = attend(chain, rows, filled_cache(200, dtype), sdpa_prefix)
+    crowd = DraftTree(0, max_depth=6)
+    crowd.add_path(0, [1, 2, 3], "base")
+    crowd.add_path(1, [50, 51, 52, 53], "base")
+    crowd.add_path(0, [60, 61, 62], "base")
+    actual, _ = attend(crowd, rows, filled_cache(200, dtype), sdpa_prefix)
+    assert torch.equal(actual[:4], expected[:4])
+    assert not torch.equal(actual[4:11], expected[4:11])  # the crowd is not padding
+
+
+def test_queries_are_handed_out_by_kv_head_and_group():
+    tree, rows = random_tree(1, num_nodes=5), random_rows(5, torch.float32)
+    _, tree_pass = attend(tree, rows, filled_cache(10, torch.float32), cpu_prefix)
+    (queries,) = tree_pass.queries
+    assert queries.shape == (NUM_KV_HEADS, GROUP, 5, HEAD_DIM)
+    for head in range(NUM_HEADS):
+        assert torch.equal(queries[head // GROUP, head % GROUP], rows[0][0, head])
+
+
+def test_rows_are_stored_in_the_layer_of_the_module():
+    cache = filled_cache(10, torch.float32)
+    rows = random_rows(4, torch.float32)
+    other_layer = cache.keys[0].clone()
+    attend(random_tree(1, num_nodes=4), rows, cache, cpu_prefix)
+    assert torch.equal(cache.keys[1, :, 10:14], rows[1][0])
+    assert torch.equal(cache.values[1, :, 10:14], rows[2][0])
+    assert torch.equal(cache.keys[0], other_layer)
+
+
+def test_prefix_parts_and_tail_are_merged_by_their_log_sum_exps():
+    # The row sees itself: weight 1, value 5. Parts of the prefix: weight 3, value 1 and weight 4, value 2.
+    # (1 x 5 + 3 x 1 + 4 x 2) / (1 + 3 + 4) = 2
+    def kernel(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        out = torch.tensor([1.0, 2.0]).view(1, 2, 1, 1).expand(NUM_KV_HEADS, -1, GROUP, HEAD_DIM)
+        lse = torch.tensor([3.0, 4.0]).log().view(1, 2, 1).expand(NUM_KV_HEADS, -1, GROUP)
+        return out, lse
+
+    rows = (torch.zeros(1, NUM_HEADS, 1, HEAD_DIM), *(torch.full((1, 2, 1, HEAD_DIM), 5.0),) * 2)
+    out, _ = attend(DraftTree(0, 0), rows, filled_cache(128, torch.float32), kernel)
+    torch.testing.assert_close(out, torch.full_like(out, 2.0))
+
+
+def test_huge_scores_do_not_overflow():
+    tree, (query, key, value) = random_tree(1, num_nodes=8), random_rows(8, torch.float32)
+    rows = (query * 300, key, value)
+    cache = filled_cache(150, torch.float32)
+    expected = reference(tree, rows, cache)
+    for kernel in (cpu_prefix, sdpa_prefix):
+        actual, _ = attend(tree, rows, cache, kernel)
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-3, atol=1e-3)
+
+
+def prefix_reference(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    scores = torch.einsum("hqd,hnd->hqn", q.double(), k.double()) * scale
+    lse = scores.exp().sum(-1).log()
+    return torch.einsum("hqn,hnd->hqd", scores.softmax(-1), v.double()), lse
+
+
+def merged(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Joins the parts of a prefix: `[Hkv, S, R, D]`, `[Hkv, S, R]` -> `[Hkv, R, D]`, `[Hkv, R]`."""
+    weights = torch.softmax(lse.double(), dim=1)
+    return (weights.unsqueeze(-1) * out.double()).sum(1), torch.logsumexp(lse.double(), dim=1)
+
+
+def random_prefix(num_keys: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries of 4 rows; keys and values as a view of a longer cache, which is what a pass hands over."""
+    generator = torch.Generator().manual_seed(num_keys)
+    q = torch.randn(NUM_KV_HEADS, GROUP * 4, HEAD_DIM, generator=generator).to(dtype)
+    k, v = torch.randn(2, NUM_KV_HEADS, num_keys + 50, HEAD_DIM, generator=generator).to(dtype)
+    return q, k[:, :num_keys], v[:, :num_keys]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("num_keys", [1, 128, 777, 1023, 1024, 1152, 4096])
+def test_both_kernels_compute_the_same_prefix(num_keys: int, dtype: torch.dtype):
+    prefix = random_prefix(num_keys, dtype)
+    expected, expected_lse = prefix_reference(*prefix, SCALING)
+    for kernel in (cpu_prefix, sdpa_prefix):
+        out, lse = merged(*kernel(*prefix, SCALING))
+        torch.testing.assert_close(out, expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_keys", [1025, 1111])
+def test_a_partial_cache_of_any_length_is_a_prefix(num_keys: int):
+    """A draft pass hands over whatever the partial cache holds, not whole blocks."""
+    prefix = random_prefix(num_keys, torch.float32)
+    out, lse = merged(*cpu_prefix(*prefix, SCALING))
+    expected, expected_lse = prefix_reference(*prefix, SCALING)
+    torch.testing.assert_close(out, expected, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
+
+
+def fake_flash_attn(calls: list[dict[str, object]]) -> Callable[..., object]:
+    """flash-attn 2's function in plain PyTorch, with its signature and its checks of the arguments."""
+
+    def flash_attn_with_kvcache(
+        q,
+        k_cache,
+        v_cache,
+        k=None,
+        v=None,
+        rotary_cos=None,
+        rotary_sin=None,
+        cache_seqlens=None,
+        cache_batch_idx=None,
+        cache_leftpad=None,
+        block_table=None,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        rotary_interleaved=True,
+        alibi_slopes=None,
+        num_splits=0,
+        return_softmax_lse=False,
+    ):
+        batch, num_rows, num_heads, head_dim = q.shape
+        num_keys, num_kv_heads = k_cache.shape[1:3]
+        assert k_cache.shape == v_cache.shape == (batch, num_keys, num_kv_heads, head_dim)
+        assert num_heads % num_kv_heads == 0
+        assert head_dim <= 256
+        for tensor in (q, k_cache, v_cache):
+            assert tensor.dtype in (torch.float16, torch.bfloat16)
+            assert tensor.dtype == q.dtype
+            assert tensor.stride(-1) == 1
+        assert k is v is rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is None
+        assert block_table is alibi_slopes is None
+        assert (causal, tuple(window_size), softcap) == (False, (-1, -1), 0.0)
+        assert 0 <= num_splits <= 128
+        length = num_keys if cache_seqlens is None else int(torch.as_tensor(cache_seqlens).max())
+        scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+        group = num_heads // num_kv_heads
+        keys = k_cache[:, :length].float().repeat_interleave(group, dim=2)  # [B, n, H, D]
+        values = v_cache[:, :length].float().repeat_interleave(group, dim=2)
+        scores = torch.einsum("bqhd,bnhd->bhqn", q.float(), keys) * scale
+        out = torch.einsum("bhqn,bnhd->bqhd", scores.softmax(-1), values).to(q.dtype)
+        calls.append({"num_splits": num_splits, "num_rows": num_rows})
+        return (out, scores.logsumexp(-1)) if return_softmax_lse else out
+
+    return flash_attn_with_kvcache
+
+
+@pytest.fixture
+def flash_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+    calls: list[dict[str, object]] = []
+    module = ModuleType("flash_attn")
+    module.__spec__ = ModuleSpec("flash_attn", None)
+    module.flash_attn_with_kvcache = fake_flash_attn(calls)
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    return calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("num_keys", [128, 1280])
+def test_flash_computes_the_same_prefix(
+    num_keys: int, dtype: torch.dtype, flash_calls: list[dict[str, object]]
+):
+    prefix = random_prefix(num_keys, dtype)
+    out, lse = flash_prefix(*prefix, SCALING)
+    assert (out.shape, lse.shape) == ((NUM_KV_HEADS, 1, GROUP * 4, HEAD_DIM), (NUM_KV_HEADS, 1, GROUP * 4))
+    expected, expected_lse = prefix_reference(*prefix, SCALING)
+    torch.testing.assert_close(out[:, 0].double(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+    torch.testing.assert_close(lse[:, 0].double(), expected_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_flash_carries_a_tree(flash_calls: list[dict[str, object]]):
+    tree, rows = random_tree(1, num_nodes=8), random_rows(8, torch.bfloat16)
+    cache = filled_cache(300, torch.bfloat16)
+    expected = reference(tree, rows, cache)
+    actual, _ = attend(tree, rows, cache, flash_prefix)
+    torch.testing.assert_close(actual.double(), expected, rtol=2**-7, atol=2**-7)
+
+
+def test_flash_cuts_the_keys_alike_whatever_the_number_of_rows(flash_calls: list[dict[str, object]]):
+    q, k, v = random_prefix(512, torch.bfloat16)
+    flash_prefix(q, k, v, SCALING)
+    flash_prefix(q[:, :GROUP], k, v, SCALING)
+    assert len({call["num_splits"] for call in flash_calls}) == 1
+    assert flash_calls[0]["num_splits"] != 0  # 0 is a heuristic, which looks at the number of rows
+
+
+def test_each_device_has_its_kernel(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("swiftgen.attention._flash_attn_installed", lambda: False)
+    for name in ("auto", "sdpa"):
+        assert prefix_kernel(name, CPU, torch.bfloat16) is cpu_prefix
+        assert prefix_kernel(name, CUDA, torch.bfloat16) is sdpa_prefix
+
+
+def test_flash_is_taken_on_a_gpu_where_it_is_installed(flash_calls: list[dict[str, object]]):
+    assert prefix_kernel("flash", CUDA, torch.bfloat16) is flash_prefix
+    assert prefix_kernel("auto", CUDA, torch.float16) is flash_prefix
+    assert prefix_kernel("auto", CUDA, torch.float32) is sdpa_prefix
+    assert prefix_kernel("sdpa", CUDA, torch.bfloat16) is sdpa_prefix
+    assert prefix_kernel("auto", CPU, torch.bfloat16) is cpu_prefix
+
+
+@pytest.mark.parametrize(("device", "dtype"), [(CPU, torch.bfloat16), (CUDA, torch.float32)])
+def test_flash_is_refused_where_it_cannot_run(
+    device: torch.device, dtype: torch.dtype, flash_calls: list[dict[str, object]]
+):
+    with pytest.raises(
+        SwiftgenError, match=f"'flash' cannot run here .device {device.type}, {dtype}"
+    ) as caught:
+        prefix_kernel("flash", device, dtype)
+    assert "swiftgen[flash]" in caught.value.hint
+    assert "\n" not in caught.value.message
+
+
+def test_flash_is_refused_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("swiftgen.attention._flash_attn_installed", lambda: False)
+    with pytest.raises(SwiftgenError, match="flash"):
+        prefix_kernel("flash", CUDA, torch.bfloat16)

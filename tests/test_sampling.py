@@ -1,0 +1,333 @@
+"""Keyed noise, the penalty and its windows, the processors, and that picks follow the distribution."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    EtaLogitsWarper,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from swiftgen import sampling
+from swiftgen.presets import SamplerSettings
+from swiftgen.sampling import History, Sampler, keyed_gumbel, penalise
+from swiftgen.tree import DraftTree
+from tiny import sampler
+
+VOCAB_SIZE = 60
+NO_WINDOW = torch.zeros(1, 1, dtype=torch.int64)
+
+
+def random_logits(num_rows: int, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return 2 * torch.randn(num_rows, vocab_size, generator=generator)
+
+
+def grid(seed: int, num_positions: int, num_tokens: int) -> Tensor:
+    return keyed_gumbel(seed, torch.arange(num_positions)[:, None], torch.arange(num_tokens)[None])
+
+
+def chi_square_limit(degrees: int) -> float:
+    """Exceeded by chance in 1 of 10,000 cases (Wilson and Hilferty 1931)."""
+    spread = 2 / (9 * degrees)
+    return degrees * (1 - spread + 3.719 * math.sqrt(spread)) ** 3
+
+
+class TestKeyedNoise:
+    def test_the_same_key_gives_the_same_noise(self):
+        assert torch.equal(grid(7, 20, 30), grid(7, 20, 30))
+
+    def test_seed_position_and_token_each_change_it(self):
+        values = torch.cat([grid(seed, 40, 50).flatten() for seed in (0, 1, 2, 2**40, -1)])
+        assert len(values.unique()) == 5 * 40 * 50
+
+    def test_a_value_does_not_depend_on_what_is_computed_with_it(self):
+        whole = grid(3, 13, 37)
+        flat = keyed_gumbel(3, torch.arange(13).repeat_interleave(37), torch.arange(37).repeat(13))
+        assert torch.equal(flat.view(13, 37), whole)
+        for position in range(13):
+            row = keyed_gumbel(3, torch.tensor(position), torch.arange(37).flip(0)).flip(0)
+            assert torch.equal(row, whole[position])
+            alone = keyed_gumbel(3, torch.tensor([position]), torch.tensor([31]))
+            assert alone.item() == whole[position, 31].item()
+
+    def test_it_has_the_moments_of_gumbel_noise(self):
+        noise = grid(11, 1000, 1000)
+        # Standard error of the mean: sqrt(pi^2 / 6 / 10^6) = 0.0013; of the variance, kurtosis 5.4: 0.0034.
+        assert noise.mean().item() == pytest.approx(0.5772, abs=4 * 0.0013)
+        assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=4 * 0.0034)
+
+    def test_its_deciles_are_those_of_gumbel_noise(self):
+        uniform = torch.exp(-torch.exp(-grid(5, 1000, 1000).flatten()))
+        counts = torch.histc(uniform, bins=10, min=0, max=1)
+        assert ((counts - 1e5) ** 2 / 1e5).sum().item() < chi_square_limit(9)
+
+    def test_neighbours_are_not_correlated(self):
+        def correlation(a: Tensor, b: Tensor) -> float:
+            return torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1].item()
+
+        noise = grid(0, 501, 501)  # 250,000 pairs: standard error 0.002
+        assert abs(correlation(noise[1:], noise[:-1])) < 0.008  # positions
+        assert abs(correlation(noise[:, 1:], noise[:, :-1])) < 0.008  # tokens
+        assert abs(correlation(noise[1:, :-1], noise[:-1, 1:])) < 0.008  # both, in opposite directions
+        assert abs(correlation(noise, grid(1, 501, 501))) < 0.008  # seeds
+
+    @pytest.mark.parametrize(("bits", "sign"), [(2**64 - 1, 1), (0, -1)])
+    def test_even_the_extreme_hashes_give_finite_noise(self, bits: int, sign: int):
+        token = token_with_hash(bits, seed=0, position=9)
+        noise = keyed_gumbel(0, torch.tensor([9]), torch.tensor([token])).item()
+        assert 3.5 < sign * noise < 37  # -log(-log(u)) for u within 2^-52 of 0 or 1
+
+
+def token_with_hash(bits: int, seed: int, position: int) -> int:
+    """The token id whose hash is `bits`: every step of splitmix64 has an inverse."""
+    word, golden = 2**64 - 1, sampling._GOLDEN
+
+    def undo_shift(y: int, by: int) -> int:
+        x = y
+        for _ in range(64 // by):
+            x = y ^ (x >> by)
+        return x
+
+    x = undo_shift(bits, 31)
+    x = undo_shift(x * pow(sampling._MIX2, -1, 2**64) & word, 27)
+    x = undo_shift(x * pow(sampling._MIX1, -1, 2**64) & word, 30)
+    key = sampling._mix(sampling._mix(torch.tensor(seed) * golden + 1) + torch.tensor(position) * golden)
+    token = (x - int(key)) * pow(golden, -1, 2**64) & word
+    return token - ((token >> 63) << 64)
+
+
+class TestPenalty:
+    def test_a_seen_token_loses_once_whatever_its_sign(self):
+        logits = torch.tensor([[3.0, -3.0, 0.0, 4.0, -4.0]])
+        penalise(logits, torch.tensor([[0, 1, 0, 0, 2]]), theta=1.5)
+        assert logits.tolist() == [[2.0, -4.5, 0.0, 4.0, -4.0]]
+
+    def test_every_row_has_its_own_window(self):
+        logits = torch.tensor([[3.0, 3.0], [3.0, 3.0]])
+        penalise(logits, torch.tensor([[0, 0], [1, 1]]), theta=3.0)
+        assert logits.tolist() == [[1.0, 3.0], [3.0, 1.0]]
+
+    @pytest.mark.parametrize("W", [1, 2, 3, 7, 20, 100])
+    def test_it_equals_a_slow_reference_at_every_node_of_a_tree(self, W: int):
+        rng = random.Random(W)
+        for seed in range(10):
+            text = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([1, 2, 5, 30]))]
+            history, tree = random_history(text), random_tree(seed, text[-1])
+            logits = random_logits(len(tree), seed)
+            expected = logits.clone()
+            for node in range(len(tree)):
+                seen = [*text, *(tree.tokens[step] for step in tree.path(node)[1:])][-W:]
+                for token in set(seen):
+                    before = expected[node, token].item()
+                    expected[node, token] = before / 1.3 if before > 0 else before * 1.3
+            processed = sampler(W=W, theta=1.3).process(logits, history.windows(tree, W))
+            torch.testing.assert_close(processed, expected, rtol=1e-6, atol=0)
+
+    def test_theta_one_is_off(self):
+        logits = random_logits(1)
+        processed = sampler(W=8, theta=1.0).process(logits.clone(), torch.tensor([[0, 1, 2]]))
+        assert torch.equal(processed, logits)
+
+    def test_W_zero_is_off(self):
+        history, tree = random_history([1, 2, 3]), DraftTree(3, 0)
+        logits = random_logits(1)
+        penalised = sampler(W=0, theta=2.0)
+        assert torch.equal(penalised.process(logits.clone(), history.windows(tree, 0)), logits)
+
+
+def random_history(text: list[int]) -> History:
+    history = History(200)
+    history.extend(text[:1])
+    history.extend(text[1:])
+    return history
+
+
+def random_tree(seed: int, root_token: int, num_nodes: int = 25) -> DraftTree:
+    rng = random.Random(seed)
+    tree = DraftTree(root_token, max_depth=6)
+    while len(tree) < num_nodes:
+        tree.add(rng.randrange(len(tree)), rng.randrange(VOCAB_SIZE), "base")
+    return tree
+
+
+class TestHistory:
+    def test_it_keeps_what_was_written(self):
+        history = random_history([4, 5, 6])
+        assert (len(history), history.last(2), history.last(9)) == (3, [5, 6], [4, 5, 6])
+        history.extend([7])
+        assert history.last(1) == [7]
+
+    @pytest.mark.parametrize("W", [1, 2, 4, 8, 50])
+    def test_a_window_holds_the_last_tokens_with_those_of_the_path(self, W: int):
+        for seed in range(20):
+            rng = random.Random(100 + seed)
+            text = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([1, 3, 8, 40]))]
+            tree = random_tree(seed, text[-1])
+            windows = random_history(text).windows(tree, W)
+            assert windows.shape[0] == len(tree)
+            for node in range(len(tree)):
+                seen = text + [tree.tokens[step] for step in tree.path(node)[1:]]
+                assert set(windows[node].tolist()) == set(seen[-W:])
+
+    def test_a_window_by_hand(self):
+        tree = DraftTree(3, max_depth=2)
+        tree.add_path(0, [8, 9], "base")
+        windows = random_history([1, 2, 3]).windows(tree, 2)
+        assert [set(row) for row in windows.tolist()] == [{2, 3}, {3, 8}, {8, 9}]
+
+
+Settings = dict[str, float]
+FILTERS: dict[str, Settings] = {
+    "temperature": {"temperature": 0.6},
+    "top_k": {"top_k": 7},
+    "top_k 1": {"top_k": 1},
+    "top_k above the vocabulary": {"top_k": VOCAB_SIZE + 5},
+    "top_p": {"top_p": 0.8},
+    "small top_p": {"top_p": 0.01},
+    "min_p": {"min_p": 0.1},
+    "min_p 1": {"min_p": 1.0},
+    "eta": {"eta": 0.02},
+    "large eta": {"eta": 0.5},
+    "temperature and top_p": {"temperature": 1.7, "top_p": 0.7},
+    "top_k and top_p": {"top_k": 12, "top_p": 0.6},
+    "top_k and eta": {"top_k": 30, "eta": 0.05},
+    "all": {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "min_p": 0.02, "eta": 0.01},
+}
+
+
+def transformers_processors(
+    settings: Settings, theta: float, suppressed: list[int], keep: int
+) -> LogitsProcessorList:
+    """As `generate` builds them: penalty, suppression, temperature, top-k, top-p, min-p, eta."""
+    processors = LogitsProcessorList()
+    if theta != 1.0:
+        processors.append(RepetitionPenaltyLogitsProcessor(theta))
+    if suppressed:
+        processors.append(SuppressTokensLogitsProcessor(suppressed, device="cpu"))
+    if "temperature" in settings:
+        processors.append(TemperatureLogitsWarper(settings["temperature"]))
+    if "top_k" in settings:
+        processors.append(TopKLogitsWarper(int(settings["top_k"]), min_tokens_to_keep=keep))
+    if "top_p" in settings:
+        processors.append(TopPLogitsWarper(settings["top_p"], min_tokens_to_keep=keep))
+    if "min_p" in settings:
+        processors.append(MinPLogitsWarper(settings["min_p"], min_tokens_to_keep=keep))
+    if "eta" in settings:
+        processors.append(EtaLogitsWarper(settings["eta"], min_tokens_to_keep=keep))
+    return processors
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+@pytest.mark.parametrize("penalised", [False, True], ids=["plain", "penalised"])
+@pytest.mark.parametrize("name", FILTERS)
+def test_processors_equal_those_of_transformers(name: str, penalised: bool, keep: int):
+    settings, theta = FILTERS[name], 1.4 if penalised else 1.0
+    suppressed = [5, 11] if penalised else []
+    windows = torch.randint(VOCAB_SIZE, (50, 9), generator=torch.Generator().manual_seed(1))
+    logits = random_logits(50)
+    processors = transformers_processors(settings, theta, suppressed, keep)
+    expected = processors(windows, logits.clone())
+    ours = Sampler(SamplerSettings(**settings, min_tokens_to_keep=keep), 0, 9, theta, suppressed)
+    actual = ours.process(logits.clone(), windows)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+    if name != "temperature" and "above" not in name:
+        assert (actual == -math.inf).sum() > 50 * len(suppressed)
+
+
+def test_top_p_reaches_beyond_its_shortlist_in_a_flat_distribution():
+    logits = random_logits(3, vocab_size=4000) / 100
+    expected = TopPLogitsWarper(0.9)(NO_WINDOW, logits.clone())
+    actual = sampler(top_p=0.9).process(logits.clone(), NO_WINDOW)
+    kept = (actual > -math.inf).sum(dim=-1)
+    assert (kept > 3000).all()
+    # The sums of 4,000 float32 probabilities differ in the last digits: one token more or less.
+    assert ((expected > -math.inf).sum(dim=-1) - kept).abs().max() <= 1
+
+
+class TestPicks:
+    def test_a_greedy_tie_goes_to_the_lowest_id(self):
+        logits = torch.zeros(2, 1000)
+        logits[0, [7, 400, 999]] = 1.0
+        logits[1, [1, 2]] = 1.0
+        picks = sampler(temperature=0.0).pick(logits, torch.tensor([1, 1]), NO_WINDOW.expand(2, -1))
+        assert picks == [7, 1]
+
+    @pytest.mark.parametrize("temperature", [0.0, 1.0, 5.0])
+    def test_suppressed_tokens_are_never_picked_or_ranked(self, temperature: float):
+        ours = Sampler(SamplerSettings(temperature=temperature), 1, 0, 1.0, suppressed=[0, 3, 4])
+        logits = torch.zeros(200, 6)
+        logits[:, 3] = 20.0
+        positions, windows = torch.arange(200), NO_WINDOW.expand(200, -1)
+        picks = ours.pick(logits.clone(), positions, windows)
+        assert set(picks) == ({1} if temperature == 0 else {1, 2, 5})
+        for candidates in ours.rank(logits.clone(), positions, windows, width=6):
+            assert sorted(candidates) == [1, 2, 5]
+
+    @pytest.mark.parametrize("settings", [*FILTERS.values(), {"temperature": 0.0}])
+    def test_a_row_does_not_depend_on_the_others(self, settings: Settings):
+        windows = torch.randint(VOCAB_SIZE, (40, 6), generator=torch.Generator().manual_seed(2))
+        positions = torch.arange(40) // 3
+        ours = sampler(W=6, theta=1.2, **settings)
+        together = ours.scores(random_logits(40), positions, windows)
+        for row in range(40):
+            alone = ours.scores(
+                random_logits(40)[row : row + 1], positions[row : row + 1], windows[row : row + 1]
+            )
+            assert torch.equal(alone[0], together[row])
+
+    def test_a_pick_depends_on_seed_and_position_but_not_on_the_row(self):
+        logits, positions = torch.zeros(30, VOCAB_SIZE), torch.arange(30) % 10
+        picks = sampler(seed=4).pick(logits.clone(), positions, NO_WINDOW.expand(30, -1))
+        assert picks[:10] == picks[10:20] == picks[20:]
+        assert len(set(picks[:10])) > 5
+        assert picks != sampler(seed=5).pick(logits.clone(), positions, NO_WINDOW.expand(30, -1))
+
+    @pytest.mark.parametrize("temperature", [0.0, 0.8])
+    def test_the_first_ranked_token_is_the_picked_one(self, temperature: float):
+        ours = sampler(temperature=temperature, min_p=0.05)
+        positions, windows = torch.arange(50), NO_WINDOW.expand(50, -1)
+        ranked = ours.rank(random_logits(50), positions, windows, width=4)
+        assert [candidates[0] for candidates in ranked] == ours.pick(random_logits(50), positions, windows)
+        for candidates, scores in zip(
+            ranked, ours.scores(random_logits(50), positions, windows), strict=True
+        ):
+            possible = int((scores > -math.inf).sum())
+            best = sorted(range(VOCAB_SIZE), key=lambda token: -scores[token].item())
+            assert candidates == best[: min(4, possible)]
+
+    @pytest.mark.parametrize(
+        "settings", [{"temperature": 0.7}, {"temperature": 1.3, "top_p": 0.9}], ids=["plain", "top_p"]
+    )
+    def test_picks_over_many_seeds_follow_the_distribution(self, settings: Settings):
+        num_seeds = 10_000
+        logits = random_logits(1, seed=3, vocab_size=12) / 2
+        wide = logits[0].double() / settings["temperature"]
+        if "top_p" in settings:
+            order = wide.softmax(0).argsort(descending=True).tolist()
+            mass, kept = 0.0, []
+            while mass < settings["top_p"]:
+                kept.append(order.pop(0))
+                mass += wide.softmax(0)[kept[-1]].item()
+            wide[order] = -math.inf
+        expected = wide.softmax(0) * num_seeds
+        ours, counts = sampler(**settings), torch.zeros(12)
+        for seed in range(num_seeds):
+            ours.seed = seed
+            counts[ours.pick(logits.clone(), torch.tensor([17]), NO_WINDOW)[0]] += 1
+        possible = expected > 0
+        assert expected[possible].min() > 5
+        assert counts[~possible].sum() == 0
+        chi_square = ((counts - expected) ** 2 / expected)[possible].sum().item()
+        assert chi_square < chi_square_limit(int(possible.sum()) - 1)
