@@ -17,8 +17,8 @@ from swiftgen.drafters.self_draft import SelfDrafter
 from swiftgen.sampling import History
 from swiftgen.tree import DraftTree
 
-PROBE_EVERY_STEPS = 64
-"""How often a plan that does not pay is tried again."""
+PROBE_EVERY_STEPS = 1024
+"""A plan that does not pay is tried again at every power of two of steps, and at least this often."""
 _RANKS = 4  # candidates of this rank and below share an estimate
 _MEMORY = 0.03  # weight of the newest outcome in an acceptance estimate
 _TIME_MEMORY = 0.1
@@ -57,7 +57,7 @@ class PassCosts:
     """Seconds a step takes by its pass size, as measured so far.
 
     Args:
-        pass_sizes: Ascending. An untried size is taken to cost what the next smaller one does, so it gets tried.
+        pass_sizes: Ascending. An untried size is taken to cost what the next smaller one does.
     """
 
     def __init__(self, pass_sizes: Sequence[int]) -> None:
@@ -138,8 +138,7 @@ class Planner:
         if not self._measured or self._num_steps == 0 or self._self_drafter is None:
             return True
         faster = self._rates[True] > self._rates[False]
-        probe = self._num_steps % PROBE_EVERY_STEPS in (1, 2, 3)
-        return faster != probe
+        return faster != (_is_probe(self._num_steps) or _is_probe(self._num_steps - 1))
 
     def _best_subtree(self, tree: DraftTree) -> DraftTree:
         """The likeliest nodes, as many as give the most expected tokens per second."""
@@ -155,3 +154,7 @@ class Planner:
             if done == len(tree):
                 break
         return tree.keep(order[:best_count])
+
+
+def _is_probe(num_steps: int) -> bool:
+    return num_steps % PROBE_EVERY_STEPS == 0 or num_steps.bit_count() == 1
