@@ -91,8 +91,10 @@ def test_drafts_change_nothing(family: str, sampler_name: str, dtype: torch.dtyp
         sample = sampler(**settings)
         actual = run(target, planner(target, kind, sample, expected.token_ids), sample, PROMPT, NUM_TOKENS)
         assert actual.same_bits(expected), kind
-        if kind in ("base", "adversarial"):  # both draft right tokens, so that acceptance is tested too
-            assert sum(event.num_accepted for event in actual.events) > NUM_TOKENS / 10, kind
+        num_accepted = sum(event.num_accepted for event in actual.events)
+        assert num_accepted > (NUM_TOKENS / 4 if kind == "adversarial" else 0), (
+            "acceptance is to be tested too"
+        )
 
 
 def test_measured_plan_changes_nothing() -> None:
@@ -156,3 +158,18 @@ def test_check_reports_when_no_size_is_exact() -> None:
     found = choose_pass_sizes(target)
     assert not found.lossless
     assert "up to rounding" in str(found)
+
+
+def test_check_finds_an_lm_head_whose_rows_depend_on_their_neighbours() -> None:
+    from tiny import tiny_model
+
+    target = Target(tiny_model())
+    honest = target._lm_head
+    target._lm_head = lambda rows: honest(rows) + rows.mean()  # type: ignore[assignment]
+    assert not choose_pass_sizes(target).lossless
+
+
+def test_check_works_on_the_smallest_vocabulary() -> None:
+    from tiny import tiny_model
+
+    assert choose_pass_sizes(Target(tiny_model(vocab_size=5))).lossless

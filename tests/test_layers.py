@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
-from tiny import FAMILIES, new_cache, tiny_model
 from torch import nn
 
 from swiftgen.layers import FusedLayer, fuse_layers
 from swiftgen.target import Target
+from tiny import FAMILIES, new_cache, tiny_model
 
 TOKENS = [(5 * i * i + 3) % 97 for i in range(200)]
 

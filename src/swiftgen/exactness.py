@@ -14,6 +14,7 @@ import json
 import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from swiftgen.tree import DraftTree
 CANDIDATE_SIZES = (2, 4, 8, 16, 32, 64)
 """One row alone is left out: matrix-vector kernels add in an order of their own, and it costs the same."""
 _NUM_PROBES = 16
+_NUM_ALONE = 3
 _CONTEXT_TOKENS = 9 * BLOCK_TOKENS + 37  # long enough for a split prefix, with a tail
 _PREFERRED_FIXED_SIZE = 8
 
@@ -75,26 +77,26 @@ def known_exactness(target: Target, fingerprint: str) -> Exactness:
 
 
 def _machine() -> list[object]:
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
-    return [device, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    return [platform.node(), device, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
 
 
 def choose_pass_sizes(target: Target) -> Exactness:
     """Measure which sizes agree; the largest set of them is the answer.
 
-    A size counts only if it agrees with itself whatever else is in the pass. Takes some 30 passes over a
+    A size counts only if it agrees with itself whatever else is in the pass. Takes some 60 passes over a
     cache filled with noise. Does not change the target.
     """
     cache = _noise_cache(target)
     results = {size: _results(target, size, cache) for size in CANDIDATE_SIZES}
-    sound = [size for size, (first, second) in results.items() if _same(first, second)]
-    groups = [[b for b in sound if _same(results[a][0], results[b][0])] for a in sound]
+    sound = [size for size, found in results.items() if all(_same(a, b) for a, b in combinations(found, 2))]
+    groups = [[b for b in sound if _same(results[a][1], results[b][1])] for a in sound]
     best = max(groups, key=lambda sizes: (len(sizes), _PREFERRED_FIXED_SIZE in sizes), default=[])
     return Exactness(tuple(best) or (_PREFERRED_FIXED_SIZE,), lossless=bool(best))
 
 
 Results = dict[int, list[Tensor]]
-"""By token: hidden state, logits, key and value of the row that carries it, right below the root."""
+"""By token: hidden state, logits, key and value of the row that carries it, after the same text."""
 
 
 def _same(a: Results, b: Results) -> bool:
@@ -103,39 +105,52 @@ def _same(a: Results, b: Results) -> bool:
     )
 
 
-def _results(target: Target, size: int, cache: FullCache) -> tuple[Results, Results]:
-    """The probe tokens below one root, in two different arrangements of passes of this size."""
+def _results(target: Target, size: int, cache: FullCache) -> tuple[Results, Results, Results]:
+    """The probe tokens after one root, at this size: a few one a pass, all of them in two arrangements."""
     vocab_size = target.config.vocab_size
     probes = [(7 * i + 3) % vocab_size for i in range(_NUM_PROBES)]
     first: Results = {}
     second: Results = {}
     for begin in range(0, len(probes), size - 1):
         first |= _siblings(target, probes[begin : begin + size - 1], size, cache)
-    crowd = [*range(vocab_size - size // 2, vocab_size), *reversed(probes)]
+    crowd = [*range(max(0, vocab_size - size // 2), vocab_size), *reversed(probes)]
     for begin in range(0, len(crowd), size - 1):
         second |= _siblings(target, crowd[begin : begin + size - 1], size, cache)
-    return first, second
+    return _alone(target, probes[:_NUM_ALONE], size, cache), first, second
+
+
+def _alone(target: Target, tokens: Sequence[int], size: int, cache: FullCache) -> Results:
+    """As AR decoding does it: the root is committed, and each token is the root of a pass of its own."""
+    length = cache.length
+    target.forward(DraftTree(0, max_depth=0), length, cache, size)
+    cache.commit([0])
+    results = {}
+    for token in tokens:
+        hidden = target.forward(DraftTree(token, max_depth=0), cache.length, cache, size).hidden
+        results[token] = _row(target.logits(hidden, size), hidden, cache, 0)
+    cache.length = length
+    return results
 
 
 def _siblings(target: Target, tokens: Sequence[int], size: int, cache: FullCache) -> Results:
     tree = DraftTree(0, max_depth=1)
     nodes = {token: tree.add(0, token, "probe") for token in tokens}
     hidden = target.forward(tree, cache.length, cache, size).hidden
+    logits = target.logits(hidden, size)
     results = {}
     for token, node in nodes.items():
         assert node is not None
-        slot = cache.length + node
-        results[token] = [
-            hidden[node],
-            target.logits(hidden[node : node + 1], size)[0],
-            cache.keys[:, :, slot].clone(),
-            cache.values[:, :, slot].clone(),
-        ]
+        results[token] = _row(logits, hidden, cache, node)
     return results
 
 
+def _row(logits: Tensor, hidden: Tensor, cache: FullCache, row: int) -> list[Tensor]:
+    slot = cache.length + row
+    return [hidden[row], logits[row], cache.keys[:, :, slot].clone(), cache.values[:, :, slot].clone()]
+
+
 def _noise_cache(target: Target) -> FullCache:
-    cache = FullCache(target.cache_shape, _CONTEXT_TOKENS + CANDIDATE_SIZES[-1])
+    cache = FullCache(target.cache_shape, _CONTEXT_TOKENS + 1 + CANDIDATE_SIZES[-1])
     generator = torch.Generator().manual_seed(0)
     for tensor in (cache.keys, cache.values):
         noise = torch.randn(tensor[:, :, :_CONTEXT_TOKENS].shape, generator=generator)
