@@ -50,11 +50,12 @@ def assert_holds(cache: FullCache, tokens: list[int]) -> None:
 
 
 class TestFullCache:
-    def test_accepted_rows_are_moved_together_in_every_layer_and_head(self):
+    @pytest.mark.parametrize("accepted", [[0], [0, 3], [0, 2, 5], [0, 1, 2, 5], [0, 1, 2, 3, 4, 5]])
+    def test_accepted_rows_are_moved_together_in_every_layer_and_head(self, accepted: list[int]):
         cache = full_cache(5)
         store(cache, [10, 11, 12, 13, 14, 15])
-        cache.commit([0, 2, 5])
-        assert_holds(cache, [0, 1, 2, 3, 4, 10, 12, 15])
+        cache.commit(accepted)
+        assert_holds(cache, [0, 1, 2, 3, 4, *(10 + row for row in accepted)])
 
     def test_the_next_tree_overwrites_what_was_dropped(self):
         cache = full_cache(2)

@@ -21,7 +21,7 @@ from swiftgen.errors import SwiftgenError
 
 ATTENTION_NAME = "swiftgen"
 SPLIT_PREFIX_TOKENS = 1024
-"""From this length on, the CPU prefix is computed in two halves, so that few KV heads use all cores."""
+"""From here on the CPU computes a prefix in two halves (if it is even), so that few heads use all cores."""
 
 PrefixKernel = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 """(q [Hkv, G*T, D], k [Hkv, b, D], v [Hkv, b, D], scale) -> out [Hkv, S, G*T, D], lse [Hkv, S, G*T]."""
@@ -113,7 +113,8 @@ def tree_attention(
 
 def cpu_prefix(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Prefix by PyTorch's CPU flash kernel; the split depends on the prefix length alone."""
-    parts = 2 if k.shape[1] >= SPLIT_PREFIX_TOKENS else 1
+    num_keys = k.shape[1]
+    parts = 2 if num_keys >= SPLIT_PREFIX_TOKENS and num_keys % 2 == 0 else 1
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q.unsqueeze(1).expand(-1, parts, -1, -1),
         k.unflatten(1, (parts, -1)),

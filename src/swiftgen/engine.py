@@ -18,7 +18,15 @@ from swiftgen.drafters.self_draft import SelfDrafter
 from swiftgen.errors import SwiftgenError
 from swiftgen.exactness import Exactness, known_exactness
 from swiftgen.heads import LinearHeads, load_heads
-from swiftgen.models import LoadedModel, check_length, check_memory, estimate_memory, load_weights, open_model
+from swiftgen.models import (
+    LoadedModel,
+    check_length,
+    check_memory,
+    estimate_memory,
+    load_weights,
+    open_model,
+    yarn_config,
+)
 from swiftgen.planner import Planner
 from swiftgen.presets import Preset, load_preset, num_tree_nodes
 from swiftgen.sampling import Sampler
@@ -119,12 +127,16 @@ class Engine:
         preset, opened = self.preset, self._opened
         total = prompt_tokens + num_tokens
         check_length(prompt_tokens, num_tokens, opened.max_positions, preset.long_context)
-        if self._ready and total <= self._ready.loaded.max_positions:
+        stretch_to = total if preset.long_context == "yarn" else None
+        config = opened.config if stretch_to is None else yarn_config(opened.config, stretch_to)
+        # A model stretched for another length would write another text.
+        is_loaded = self._ready and self._ready.loaded.max_positions == config.max_position_embeddings
+        weights_bytes = 0 if is_loaded else opened.weights_bytes
+        check_memory(estimate_memory(config, weights_bytes, total, opened.dtype), opened.device)
+        if is_loaded:
             return
-        estimate = estimate_memory(opened.config, opened.weights_bytes, total, opened.dtype)
-        check_memory(estimate, opened.device)
-        loaded = load_weights(opened, total if preset.long_context == "yarn" else None)
-        config = loaded.model.config
+        self._ready = None  # before the new weights come
+        loaded = load_weights(opened, stretch_to)
         heads = None
         if preset.heads:
             heads = load_heads(preset.heads, config.hidden_size, config.rms_norm_eps)
@@ -209,10 +221,18 @@ class Engine:
 
     def _suppressed_ids(self) -> set[int]:
         """Tokens that are never written: the preset's, special ones, and ids without a token."""
+        vocab_size = self._opened.config.vocab_size
+        if wrong := [i for i in self.preset.suppress if i >= vocab_size]:
+            raise SwiftgenError(
+                f"suppress names token {wrong[0]}, the model has {vocab_size:,}",
+                f"allowed are ids from 0 to {vocab_size - 1}",
+            )
         special = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
-        unused = range(len(self.tokenizer), self._opened.config.vocab_size)
+        unused = range(len(self.tokenizer), vocab_size)
         suppressed = {*self.preset.suppress, *special, *unused, *self.eos_token_ids}
-        return suppressed - set(self.eos_token_ids) if self.preset.eos == "stop" else suppressed
+        if self.preset.eos == "stop":
+            suppressed -= set(self.eos_token_ids)
+        return {i for i in suppressed if i < vocab_size}
 
     def _encode_chat(self, prompt: str, system: str | None) -> list[int]:
         if not self.tokenizer.chat_template:

@@ -45,14 +45,14 @@ class PassOutput:
 
 
 class Target:
-    """An unmodified Hugging Face decoder, driven through its attention interface.
+    """A Hugging Face decoder whose attention is ours.
 
-    The final norm is taken out of the model (the heads need the state before it) and applied by `logits`.
+    Its layers are fused where `layers` knows them, else driven through the attention interface. The final
+    norm is taken out (the heads need the state before it) and applied by `logits`.
 
     Args:
         model: A causal language model in eval mode; it is changed in place and belongs to the target.
         attention: Prefix kernel by its preset name.
-        pass_sizes: Rows a pass may have, ascending; `exactness.choose_pass_sizes` finds them.
     """
 
     def __init__(self, model: PreTrainedModel, attention: str = "auto") -> None:
