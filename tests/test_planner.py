@@ -256,7 +256,7 @@ class TestDraftPass:
         assert self.decode(plan, 200, takes_s=9.0) == 200
 
     def test_drafters_see_the_prompt_and_every_step_even_those_without_a_draft_pass(self, plan: Planner):
-        plan.begin(None)  # type: ignore[arg-type]
+        plan.read(None)  # type: ignore[arg-type]
         self.decode(plan, 100, takes_s=9.0)
         for drafter in (plan._self_drafter, plan._ngram_drafter):
             assert isinstance(drafter, ScriptedDrafter)

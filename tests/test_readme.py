@@ -38,7 +38,7 @@ SOURCES = (
     "tests",
 )
 PLACEHOLDERS = {"src/swiftgen/drafters/yours.py", "presets/name.yaml"}
-OTHER_PROGRAMS_OPTIONS = {"--no-deps"}
+OTHER_PROGRAMS_OPTIONS = {"--no-deps", "--text", "--prompts", "--repeats"}  # pip, tests/bench_decode.py
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 

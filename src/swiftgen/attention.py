@@ -172,7 +172,7 @@ def prefix_kernel(name: str, device: torch.device, dtype: torch.dtype) -> Prefix
         if name == "flash":
             raise SwiftgenError(
                 f"attention 'flash' cannot run here (device {device.type}, {dtype})",
-                "it needs a CUDA device, bfloat16 or float16, and `pip install swiftgen[flash]`; "
+                "it needs a CUDA device, bfloat16 or float16, and flash-attn (the extra 'flash'); "
                 "use `--set model.attention=auto` otherwise",
             )
     return cpu_prefix if device.type == "cpu" else sdpa_prefix

@@ -74,7 +74,7 @@ def decode(
     history = History(len(prompt_ids) + num_tokens)
     history.extend(prompt_ids)
     prefill = target.prefill(prompt_ids[:-1], cache, on_prefill)
-    planner.begin(Committed(prompt_ids, cache, 0, prefill.queries_at(-1) if prefill else ()))
+    planner.read(Committed(prompt_ids, cache, 0, prefill.queries_at(-1) if prefill else ()))
 
     num_left = num_tokens
     while num_left:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from swiftgen.attention import prefix_kernel
 from swiftgen.cache import BLOCK_TOKENS, FullCache, PartialCache
 from swiftgen.decode import StepEvent, decode
 from swiftgen.drafters.ngram import NgramDrafter
@@ -94,7 +95,8 @@ class Engine:
     @property
     def arithmetic(self) -> dict[str, object]:
         """What another run must match to write the same bytes."""
-        return self._prepared.target.arithmetic
+        target = self._prepared.target
+        return target.arithmetic | {"pass_sizes": list(target.pass_sizes)}
 
     def encode(self, prompt: str, *, chat: bool | None = None, system: str | None = None) -> list[int]:
         """Token ids of a prompt, with the model's chat template unless raw text is asked for.
@@ -135,12 +137,14 @@ class Engine:
         check_memory(estimate_memory(config, weights_bytes, total, opened.dtype), opened.device)
         if is_loaded:
             return
-        self._ready = None  # before the new weights come
-        loaded = load_weights(opened, stretch_to)
+        # What can be refused is refused before minutes of loading.
+        prefix_kernel(preset.model.attention, opened.device, opened.dtype)
         heads = None
         if preset.heads:
             heads = load_heads(preset.heads, config.hidden_size, config.rms_norm_eps)
-            heads.to(loaded.device, loaded.dtype).requires_grad_(False)
+            heads.to(opened.device, opened.dtype).requires_grad_(False)
+        self._ready = None  # before the new weights come
+        loaded = load_weights(opened, stretch_to)
         target = Target(loaded.model, preset.model.attention)
         exactness = known_exactness(target, loaded.fingerprint)
         target.pass_sizes = exactness.pass_sizes

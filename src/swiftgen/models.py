@@ -163,7 +163,7 @@ def load_weights(opened: OpenedModel, stretch_to: int | None = None) -> LoadedMo
     except Exception as error:  # safetensors, transformers and torch each have their own kinds
         raise SwiftgenError(
             f"cannot load {opened.source} from {opened.folder}: {first_line(error)}",
-            "The files may be damaged: remove the folder and try again.",
+            "The files may be damaged: fetch or copy them again.",
         ) from error
     # transformers fills what is missing with random numbers and a warning.
     wrong = sorted({*info["missing_keys"], *(str(entry[0]) for entry in info["mismatched_keys"])})

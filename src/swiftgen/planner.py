@@ -115,15 +115,15 @@ class Planner:
             self._ngram_drafter.propose(tree, history)
         return self._best_subtree(tree) if self._measured else tree
 
-    def begin(self, committed: Committed) -> None:
-        """Show the prompt to the drafters."""
+    def read(self, committed: Committed) -> None:
+        """Show new text, at first the prompt, to the drafters."""
         for drafter in (self._self_drafter, self._ngram_drafter):
             if drafter:
                 drafter.observe(committed)
 
     def observe(self, tree: DraftTree, path: Sequence[int], seconds: float, committed: Committed) -> None:
         """Learn from a step of `seconds` (drafting and verifying) whose accepted path is `path`."""
-        self.begin(committed)
+        self.read(committed)
         self._num_steps += 1
         self._acceptance.observe(tree, path)
         draft_s = self._draft_pass_s if self._with_draft_pass else 0.0

@@ -83,7 +83,7 @@ class Preset(_Strict):
     name: str = _setting("unnamed", "text", min_length=1)
     description: str = _setting("", "text")
     model: ModelSettings
-    heads: str | None = _setting(None, "a folder or hub id of a heads checkpoint, or null")
+    heads: str | None = _setting(None, "a folder or file of draft heads, or null")
     draft: Literal["auto", "none", "paper", "ngram", "self"] = _setting(
         "auto", "auto, none, paper, ngram or self"
     )
