@@ -321,7 +321,7 @@ class TestEvents:
         seen: list[tuple[list[int], int, int]] = []
 
         class Watching(ScriptedPlanner):
-            def begin(self, committed) -> None:  # type: ignore[no-untyped-def]
+            def read(self, committed) -> None:  # type: ignore[no-untyped-def]
                 seen.append((list(committed.token_ids), committed.begin, committed.cache.length))
 
             def observe(self, tree, path, seconds, committed) -> None:  # type: ignore[no-untyped-def]
@@ -337,7 +337,7 @@ class TestEvents:
         given: dict[int, list[torch.Tensor]] = {}
 
         class Watching(ScriptedPlanner):
-            def begin(self, committed) -> None:  # type: ignore[no-untyped-def]
+            def read(self, committed) -> None:  # type: ignore[no-untyped-def]
                 given[committed.cache.length] = committed.queries
 
             def observe(self, tree, path, seconds, committed) -> None:  # type: ignore[no-untyped-def]
