@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from swiftgen.architectures import head_dim
 from swiftgen.attention import ATTENTION_NAME, TreePass, prefix_kernel, tree_attention, tree_mask
 from swiftgen.cache import BLOCK_TOKENS, CacheShape, FullCache, KVCache
 from swiftgen.layers import fuse_layers
@@ -67,7 +68,7 @@ class Target:
         self._base.norm = nn.Identity()
         self._packed = can_pack(self.device, self.dtype)
         make_linear = PackedLinear if self._packed else nn.Identity()
-        self._fused = fuse_layers(self._base, self.cache_shape.head_dim, make_linear)
+        self._fused = fuse_layers(self._base, head_dim(self.config), make_linear)
         if self._packed and not self._fused:
             pack_linears(self._base)
         self._lm_head: nn.Module = make_linear(model.lm_head)
@@ -78,9 +79,8 @@ class Target:
     def cache_shape(self) -> CacheShape:
         """Dimensions of a KV cache for this model."""
         config = self.config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return CacheShape(
-            config.num_hidden_layers, config.num_key_value_heads, head_dim, self.dtype, self.device
+            config.num_hidden_layers, config.num_key_value_heads, head_dim(config), self.dtype, self.device
         )
 
     @property
