@@ -16,7 +16,7 @@ from swiftgen.heads import LinearHeads
 from swiftgen.planner import Planner
 from swiftgen.sampling import History, Sampler
 from swiftgen.tree import DraftTree
-from tiny import HIDDEN_SIZE, ar_planner, new_cache, run, sampler, tiny_target
+from tiny import HIDDEN_SIZE, ar_planner, new_cache, random_heads, run, sampler, tiny_target
 
 PROMPT = [5, 17, 3, 5, 17, 8, 60]
 
@@ -127,14 +127,6 @@ class TestNgramDrafter:
         drafter.propose(tree, History(1))
         assert tree.tokens == [1, 4, 3, 2]
         assert tree.ranks == [0, 0, 1, 2]
-
-
-def random_heads() -> LinearHeads:
-    torch.manual_seed(1)
-    heads = LinearHeads(HIDDEN_SIZE, 3)
-    for parameter in heads.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return heads.requires_grad_(False)
 
 
 def draft(heads: LinearHeads | None, shape: list[int], sample: Sampler, max_depth: int = 9) -> DraftTree:

