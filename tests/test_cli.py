@@ -417,5 +417,5 @@ def test_pytorch_is_not_imported_before_it_is_needed(module: str) -> None:
 
 
 if __name__ == "__main__":
-    vars(swiftgen)["load"] = FakeLoad(step_s=0.002)
+    vars(swiftgen)["load"] = FakeLoad(step_s=0.005)
     sys.exit(main())

@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 import swiftgen.decode
 from swiftgen.cache import BLOCK_TOKENS, PartialCache
 from swiftgen.decode import StepEvent, decode
+from swiftgen.drafters.base import Committed
 from swiftgen.drafters.ngram import NgramDrafter
 from swiftgen.drafters.self_draft import SelfDrafter
 from swiftgen.planner import Planner
@@ -30,7 +31,7 @@ class ScriptedPlanner(Planner):
     """Drafts the given paths, one list of them a step (then nothing); `right` stands for the right text."""
 
     def __init__(self, target: Target, text: Sequence[int], steps: Sequence[Sequence[str]]) -> None:
-        super().__init__(None, None, target.pass_sizes, measured=False)
+        super().__init__([[]], target.pass_sizes, measured=False)
         self._text, self._steps = list(text), list(steps)
         self.num_written = 0
         self.max_depths: list[int] = []
@@ -94,12 +95,11 @@ class TestAgainstTransformers:
 
     def drafting(self, target: Target, sample: Sampler) -> Planner:
         partial = PartialCache(target.cache_shape, budget=40, num_sinks=4)
-        return Planner(
+        way = [
             SelfDrafter(target, sample, partial, None, [3]),
             NgramDrafter(4, 20, seed=0, below_root=True),
-            target.pass_sizes,
-            measured=False,
-        )
+        ]
+        return Planner([way], target.pass_sizes, measured=False)
 
     @pytest.mark.parametrize("theta", [1.0, 1.3], ids=["plain", "penalised"])
     @pytest.mark.parametrize("family", FAMILIES)
@@ -332,27 +332,39 @@ class TestEvents:
         run(target, Watching(target, text, [["rr"]]), sampler(), PROMPT, 5)
         assert seen == [(PROMPT, 0, 6), (text[:3], 6, 9), (text[3:4], 9, 10), (text[4:5], 10, 11)]
 
-    def test_a_planner_gets_the_queries_of_the_last_token_with_a_key(self):
+    def test_a_planner_gets_queries_and_state_of_the_last_token_with_a_key(self):
         target, text = tiny_target(), ar_text(12)
-        given: dict[int, list[torch.Tensor]] = {}
+        given: dict[int, Committed] = {}
 
         class Watching(ScriptedPlanner):
             def read(self, committed) -> None:  # type: ignore[no-untyped-def]
-                given[committed.cache.length] = committed.queries
+                given[committed.cache.length] = committed
 
             def observe(self, tree, path, seconds, committed) -> None:  # type: ignore[no-untyped-def]
                 super().observe(tree, path, seconds, committed)
-                given[committed.cache.length] = committed.queries
+                given[committed.cache.length] = committed
 
         run(target, Watching(target, text, [["rrw", "rrrr"], ["rrw"]]), sampler(), PROMPT, 12)
         assert list(given) == [6, 11, 14, 15, 16, 17, 18]
-        for length, queries in given.items():
+        for length, committed in given.items():
             ids = [*PROMPT, *text][:length]
             cache = new_cache(target, length)
             target.prefill(ids[:-1], cache)
-            alone = target.forward(DraftTree(ids[-1], 0), length - 1, cache).queries_at(0)
-            assert [layer.shape for layer in queries] == [(2, 3, 8)] * 2
-            torch.testing.assert_close(list(queries), alone, rtol=1e-3, atol=1e-3)
+            alone = target.forward(DraftTree(ids[-1], 0), length - 1, cache)
+            assert [layer.shape for layer in committed.queries] == [(2, 3, 8)] * 2
+            torch.testing.assert_close(list(committed.queries), alone.queries_at(0), rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(committed.state, alone.hidden[0], rtol=1e-3, atol=1e-3)
+
+    def test_a_prompt_of_one_token_leaves_no_queries_and_no_state(self):
+        seen: list[Committed] = []
+
+        class Watching(ScriptedPlanner):
+            def read(self, committed) -> None:  # type: ignore[no-untyped-def]
+                seen.append(committed)
+
+        target = tiny_target()
+        run(target, Watching(target, [], []), sampler(), [5], 2)
+        assert [(list(c.token_ids), c.begin, list(c.queries), c.state) for c in seen] == [([5], 0, [], None)]
 
     def test_nothing_is_computed_before_the_first_event_is_asked_for(self):
         target = tiny_target()

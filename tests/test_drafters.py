@@ -1,23 +1,39 @@
-"""Drafters: counts of n-grams, and the draft pass with its heads."""
+"""Drafters: counts of n-grams, the heads, and the draft pass."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from swiftgen.cache import PartialCache
-from swiftgen.drafters.base import Committed
+from swiftgen.drafters.base import Committed, Drafter
+from swiftgen.drafters.heads import OVERCONFIDENCE, HeadsDrafter, ReadyHeads
 from swiftgen.drafters.ngram import NgramDrafter, NgramTable
 from swiftgen.drafters.self_draft import SelfDrafter
-from swiftgen.heads import LinearHeads
+from swiftgen.heads import DraftHeads, new_heads
 from swiftgen.planner import Planner
-from swiftgen.sampling import History, Sampler
+from swiftgen.sampling import History, Sampler, keyed_gumbel
 from swiftgen.tree import DraftTree
-from tiny import HIDDEN_SIZE, ar_planner, new_cache, random_heads, run, sampler, tiny_target
+from tiny import (
+    DRAFT_VOCABULARY,
+    HIDDEN_SIZE,
+    VOCAB_SIZE,
+    ar_planner,
+    new_cache,
+    random_heads,
+    ready_heads,
+    run,
+    sampler,
+    tiny_model,
+    tiny_target,
+)
 
+KINDS = ("linear", "recurrent")
 PROMPT = [5, 17, 3, 5, 17, 8, 60]
 
 
@@ -28,7 +44,7 @@ def random_text(seed: int, num_tokens: int, alphabet: int = 3) -> list[int]:
 
 def committed(token_ids: list[int]) -> Committed:
     """As an n-gram drafter sees it."""
-    return Committed(token_ids, cache=None, begin=0, queries=())  # type: ignore[arg-type]
+    return Committed(token_ids, cache=None, begin=0, queries=(), state=None)  # type: ignore[arg-type]
 
 
 class TestNgramTable:
@@ -96,7 +112,7 @@ class TestNgramDrafter:
         drafter.observe(committed([7, 8, 9, 7]))
         tree = DraftTree(7, max_depth=5)
         tree.add_path(0, [1, 5], "base")
-        tree.add(0, 9, "base", rank=1)
+        tree.add(0, 9, "base")
         drafter.propose(tree, History(1))
         return tree
 
@@ -120,51 +136,294 @@ class TestNgramDrafter:
         drafter.propose(tree, History(1))
         assert len(tree) == 1
 
-    def test_ranks_count_the_chains_of_a_place_by_frequency(self):
+    def test_the_more_frequent_of_a_place_are_drafted_first_and_thought_likelier(self):
         drafter = NgramDrafter(2, 3, seed=0, below_root=True)
         drafter.observe(committed([1, 2, 1, 3, 1, 3, 1, 4, 1, 4, 1, 4, 1]))
         tree = DraftTree(1, max_depth=5)
         drafter.propose(tree, History(1))
         assert tree.tokens == [1, 4, 3, 2]
-        assert tree.ranks == [0, 0, 1, 2]
+        assert 1 > tree.chances[1] > tree.chances[2] > tree.chances[3] > 0
 
 
-def draft(heads: LinearHeads | None, shape: list[int], sample: Sampler, max_depth: int = 9) -> DraftTree:
-    """The tree of one draft pass after the prompt, with a partial cache that holds all of it."""
+def after_prompt() -> tuple[Committed, History]:
+    """The prompt as drafters see it."""
     target = tiny_target()
     cache = new_cache(target, len(PROMPT))
     prefill = target.prefill(PROMPT[:-1], cache)
     assert prefill is not None
-    partial = PartialCache(target.cache_shape, budget=100, num_sinks=2)
-    drafter = SelfDrafter(target, sample, partial, heads, shape)
-    drafter.observe(Committed(PROMPT, cache, 0, prefill.queries_at(-1)))
     history = History(100)
     history.extend(PROMPT)
+    return Committed(PROMPT, cache, 0, prefill.queries_at(-1), prefill.hidden[-1]), history
+
+
+def drafted_by(drafter: Drafter, max_depth: int = 9) -> DraftTree:
+    """What a drafter hangs below the last token of the prompt."""
+    prompt, history = after_prompt()
+    drafter.observe(prompt)
     tree = DraftTree(PROMPT[-1], max_depth)
     drafter.propose(tree, history)
     return tree
 
 
+def draft_pass(heads: ReadyHeads | None, shape: list[int], sample: Sampler, max_depth: int = 9) -> DraftTree:
+    """The tree of one draft pass after the prompt, with a partial cache that holds all of it."""
+    partial = PartialCache(tiny_target().cache_shape, budget=100, num_sinks=2)
+    return drafted_by(SelfDrafter(tiny_target(), sample, partial, heads, shape), max_depth)
+
+
+def by_heads(
+    heads: ReadyHeads | DraftHeads | str,
+    widths: list[int],
+    sample: Sampler,
+    beam: int | None = None,
+    max_depth: int = 9,
+    floor: float = 0.0,
+) -> DraftTree:
+    """The tree that heads draft after the prompt."""
+    ready = heads if isinstance(heads, ReadyHeads) else ready_heads(heads)
+    return drafted_by(HeadsDrafter(tiny_target(), sample, ready, widths, beam, floor), max_depth)
+
+
+def tokens_below(tree: DraftTree, node: int) -> list[int]:
+    return [tree.tokens[child] for child in tree.children(node)]
+
+
+class SlowHeads:
+    """What heads give the tokens after a path, computed for that path alone by transformers' parts."""
+
+    def __init__(self, heads: DraftHeads, text: list[int], temperature: float, seed: int = 3) -> None:
+        self._model, self._heads = tiny_model(), heads
+        self._text, self._temperature, self._seed = text, temperature, seed
+        norm, self._model.model.norm = self._model.model.norm, torch.nn.Identity()
+        with torch.inference_mode():  # the last token of the text has not been read yet
+            self._state = self._model.model(torch.tensor([text[:-1]])).last_hidden_state[0, -1]
+        self._model.model.norm = norm
+
+    @torch.inference_mode()
+    def nearest(self, path: list[int]) -> list[tuple[int, float]]:
+        """The eight best tokens after a path below the text, with their shares."""
+        state = self._state
+        for depth, token in enumerate([self._text[-1], *path], start=1):
+            state = self._heads.advance(state, self._model.model.embed_tokens.weight[token], depth)
+        scores = (self._model.lm_head.weight @ self._heads.output(state, len(path) + 1)).double()
+        if self._temperature:
+            position = torch.tensor(len(self._text) + len(path))
+            scores = scores / self._temperature + keyed_gumbel(self._seed, position, torch.arange(VOCAB_SIZE))
+        if self._heads.vocabulary is not None:
+            others = [token for token in range(VOCAB_SIZE) if token not in self._heads.vocabulary]
+            scores[others] = -torch.inf
+        best = scores.topk(8)
+        return list(zip(best.indices.tolist(), best.values.softmax(0).tolist(), strict=True))
+
+    def check(self, tree: DraftTree, widths: list[int]) -> None:
+        """A full tree of these widths is as it should be, node by node."""
+        assert tree.depth == len(widths)
+        for node in range(len(tree)):
+            if tree.depths[node] == len(widths):
+                continue
+            path = [tree.tokens[step] for step in tree.path(node)[1:]]
+            expected = self.nearest(path)[: widths[tree.depths[node]]]
+            assert tokens_below(tree, node) == [token for token, _ in expected]
+            chances = [tree.chances[child] for child in tree.children(node)]
+            assert chances == pytest.approx(
+                [share**OVERCONFIDENCE for _, share in expected], rel=1e-2, abs=1e-4
+            )
+
+
+class TestHeadsDrafter:
+    @pytest.mark.parametrize("temperature", [0.0, 0.8])
+    @pytest.mark.parametrize("vocabulary", [None, DRAFT_VOCABULARY], ids=["all", "some"])
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_every_branch_is_what_the_heads_say_of_its_own_tokens(
+        self, kind: str, vocabulary: Tensor | None, temperature: float
+    ):
+        tree = by_heads(random_heads(kind, vocabulary), [3, 2, 2], sampler(temperature=temperature))
+        assert len(tree) == 1 + 3 + 6 + 12
+        assert set(tree.sources[1:]) == {"heads"}
+        SlowHeads(random_heads(kind, vocabulary), PROMPT, temperature).check(tree, [3, 2, 2])
+        if vocabulary is not None:
+            assert all(token % 2 == 0 for token in tree.tokens[1:])
+
+    @pytest.mark.parametrize(("kind", "is_conditioned"), [("linear", False), ("recurrent", True)])
+    def test_only_recurrent_branches_depend_on_their_tokens(self, kind: str, is_conditioned: bool):
+        tree = by_heads(kind, [3, 3, 3], sampler(temperature=0.0))
+        for depth in (1, 2):
+            below = {
+                tuple(tokens_below(tree, node)) for node in range(len(tree)) if tree.depths[node] == depth
+            }
+            assert (len(below) > 1) == is_conditioned
+
+    def test_the_window_of_a_branch_holds_its_own_tokens(self):
+        # Every token of the window is as good as forbidden, so no branch has a token twice.
+        plain = by_heads(untrained_heads("linear"), [2, 2, 2], sampler(temperature=0.0))
+        assert tokens_below(plain, 1) == tokens_below(plain, 0)  # untrained, they repeat themselves
+        penalised = by_heads(
+            untrained_heads("linear"), [2, 2, 2], sampler(temperature=0.0, theta=1000.0, W=20)
+        )
+        for node in range(len(penalised)):
+            path = [penalised.tokens[step] for step in penalised.path(node)]
+            assert len(set(path)) == len(path)
+        assert len(penalised) == 1 + 2 + 4 + 8
+
+    def test_levels_beyond_the_heads_are_left_out(self):
+        tree = by_heads(random_heads("recurrent", num_heads=2), [1, 2, 2, 2], sampler())
+        assert (tree.depth, len(tree)) == (2, 1 + 1 + 2)
+
+    @pytest.mark.parametrize(("max_depth", "num_nodes"), [(0, 1), (1, 3), (2, 7), (3, 15), (4, 15)])
+    def test_levels_beyond_the_block_are_left_out(self, max_depth: int, num_nodes: int):
+        for kind in KINDS:
+            assert len(by_heads(kind, [2, 2, 2], sampler(), max_depth=max_depth)) == num_nodes
+
+    @pytest.mark.parametrize("floor", [0.05, 0.3, 0.9])
+    def test_what_is_unlikely_with_its_path_gets_no_children(self, floor: float):
+        tree = by_heads("recurrent", [3, 3, 3], sampler(temperature=1.5), floor=floor)
+        joint = [1.0]
+        for node in range(1, len(tree)):
+            joint.append(joint[tree.parents[node]] * tree.chances[node])
+        for node in range(len(tree)):
+            grows = tree.depths[node] < 3 and joint[node] >= floor
+            assert len(tree.children(node)) == (3 if grows else 0)
+
+    @pytest.mark.parametrize("beam", [1, 2, 5])
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_only_the_likeliest_of_a_level_get_children(self, kind: str, beam: int):
+        whole = by_heads(kind, [3, 3, 3], sampler(temperature=1.5))
+        tree = by_heads(kind, [3, 3, 3], sampler(temperature=1.5), beam)
+        joint = [1.0]
+        for node in range(1, len(tree)):
+            joint.append(joint[tree.parents[node]] * tree.chances[node])
+        for depth in (1, 2):
+            level = [node for node in range(len(tree)) if tree.depths[node] == depth]
+            likeliest = sorted(level, key=lambda node: -joint[node])[:beam]
+            assert {node for node in level if tree.children(node)} == set(likeliest)
+            assert all(len(tree.children(node)) == 3 for node in likeliest)
+        assert len(tree) == 1 + 3 + 3 * min(beam, 3) + 3 * min(beam, 9)
+        # A beam leaves nodes out; it does not change those that stay.
+        for node in range(len(tree)):
+            other = 0
+            for step in tree.path(node)[1:]:
+                other = whole.child(other, tree.tokens[step])
+                assert other is not None
+            assert whole.chances[other] == pytest.approx(tree.chances[node], rel=1e-3)
+
+    def test_without_a_state_nothing_is_drafted(self):
+        drafter = HeadsDrafter(tiny_target(), sampler(), ready_heads("recurrent"), [2, 2], None)
+        prompt, history = after_prompt()
+        tree = DraftTree(PROMPT[-1], max_depth=9)
+        drafter.propose(tree, history)
+        assert len(tree) == 1
+        drafter.observe(prompt)
+        drafter.observe(replace(prompt, state=None))  # what it knew is not the state of this text
+        drafter.propose(tree, history)
+        assert len(tree) == 1
+
+    def test_tokens_that_are_there_already_are_shared_and_grown(self):
+        alone = by_heads("recurrent", [2, 2], sampler())
+        first = alone.tokens[1]
+        drafter = HeadsDrafter(tiny_target(), sampler(), ready_heads("recurrent"), [2, 2], None)
+        prompt, history = after_prompt()
+        drafter.observe(prompt)
+        tree = DraftTree(PROMPT[-1], max_depth=9)
+        tree.add(0, first, "ngram", 0.1)
+        drafter.propose(tree, history)
+        assert tree.tokens == alone.tokens
+        assert tree.sources == ["root", "ngram", *["heads"] * 5]
+        assert tree.chances[1] == 0.1
+
+    def test_tokens_that_cannot_occur_are_not_drafted(self):
+        tree = by_heads("linear", [3, 3, 3], sampler(top_k=2))
+        assert len(tree) == 1 + 2 + 4 + 8
+        odd_only = Sampler(sampler().settings, 3, 0, 1.0, suppressed=DRAFT_VOCABULARY.tolist())
+        assert all(token % 2 for token in by_heads("linear", [3, 3], odd_only).tokens[1:])
+        assert len(by_heads(random_heads("linear", DRAFT_VOCABULARY), [3, 3], odd_only)) == 1
+
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_each_step_drafts_from_the_state_of_its_own_text(self, kind: str):
+        target, sample = tiny_target(), sampler(temperature=0.9)
+        trees: dict[int, DraftTree] = {}
+
+        class Recording(HeadsDrafter):
+            def propose(self, tree: DraftTree, history: History) -> None:
+                super().propose(tree, history)
+                trees[len(history)] = tree
+
+        drafter = Recording(target, sample, ready_heads(kind), [3, 2, 2], None)
+        done = run(target, Planner([[drafter]], target.pass_sizes, measured=False), sample, PROMPT, 60)
+        assert sum(event.num_accepted for event in done.events) > 5
+        text = PROMPT + done.token_ids
+        full = {length: tree for length, tree in trees.items() if len(tree) == 1 + 3 + 6 + 12}
+        assert len(full) > 20
+        for length, tree in list(full.items())[::4]:
+            SlowHeads(random_heads(kind), text[:length], 0.9).check(tree, [3, 2, 2])
+
+    def test_a_prompt_of_one_token_has_no_state(self):
+        target, sample = tiny_target(), sampler()
+        drafter = HeadsDrafter(target, sample, ready_heads("recurrent"), [2, 2], None)
+        planner = Planner([[drafter]], target.pass_sizes, measured=False)
+        done = run(target, planner, sample, [5], 40)
+        assert done.same_bits(run(target, ar_planner(target), sampler(), [5], 40))
+        assert [event.draft_depth for event in done.events[:2]] == [0, 2]
+
+
+def test_the_draft_vocabulary_goes_where_the_heads_go():
+    model = tiny_model().to("meta")  # stands for any other device
+    ready = ReadyHeads(
+        random_heads("recurrent", DRAFT_VOCABULARY),
+        model.get_input_embeddings(),
+        model.get_output_embeddings(),
+    )
+    assert next(ready.heads.parameters()).device.type == "meta"
+    assert ready.vocabulary is not None
+    assert ready.vocabulary.device.type == "meta"
+
+
+def untrained_heads(kind: str) -> ReadyHeads:
+    options = {"width": 32} if kind == "recurrent" else {}
+    heads = new_heads(kind, HIDDEN_SIZE, 3, tiny_target().config.rms_norm_eps, **options)
+    heads.read_like(tiny_target()._norm)
+    return ready_heads(heads)
+
+
 class TestSelfDrafter:
+    def test_the_levels_below_the_first_are_grown_from_the_state_of_the_draft_pass(self):
+        # The pass reads the last token of the prompt too, so the heads go on from the candidates.
+        tree = draft_pass(ready_heads("recurrent"), [2, 2, 2], sampler(temperature=0.8))
+        for base in tree.children(0):
+            slow = SlowHeads(random_heads("recurrent"), [*PROMPT, tree.tokens[base]], 0.8)
+            for node in (base, *tree.children(base)):
+                path = [tree.tokens[step] for step in tree.path(node)[2:]]
+                assert tokens_below(tree, node) == [token for token, _ in slow.nearest(path)[:2]]
+
+    def test_a_beam_holds_below_the_first_level(self):
+        target = tiny_target()
+        partial = PartialCache(target.cache_shape, budget=100, num_sinks=2)
+        drafter = SelfDrafter(target, sampler(), partial, ready_heads("linear"), [2, 3, 3, 3], beam=2)
+        tree = drafted_by(drafter)
+        assert len(tree) == 1 + 2 + 2 * 3 + 2 * 3 + 2 * 3
+
     def test_the_shape_of_the_paper_gives_a_full_tree(self):
-        tree = draft(random_heads(), [1, 3, 3, 3], sampler())
+        tree = draft_pass(ready_heads("linear"), [1, 3, 3, 3], sampler())
         assert len(tree) == 1 + 1 + 3 + 9 + 27
         for node in range(len(tree)):
             assert len(tree.children(node)) == ([1, 3, 3, 3, 0][tree.depths[node]])
+            chances = [tree.chances[child] for child in tree.children(node)]
+            assert chances == sorted(chances, reverse=True)
+            assert sum(chances) < 1
             if node:
                 assert tree.sources[node] == ("base" if tree.depths[node] == 1 else "heads")
-                assert tree.ranks[node] == tree.children(tree.parents[node]).index(node)
 
     def test_without_heads_only_the_first_level_is_drafted(self):
-        tree = draft(None, [2, 3, 3, 3], sampler())
-        assert (len(tree), tree.depth, tree.ranks) == (3, 1, [0, 0, 1])
+        tree = draft_pass(None, [2, 3, 3, 3], sampler())
+        assert (len(tree), tree.depth, tree.sources) == (3, 1, ["root", "base", "base"])
+        assert 1 > tree.chances[1] > tree.chances[2] > 0
 
     def test_levels_beyond_the_heads_are_left_out(self):
-        assert draft(random_heads(), [1, 1, 1, 1, 2, 2], sampler()).depth == 4
+        assert draft_pass(ready_heads("linear"), [1, 1, 1, 1, 2, 2], sampler()).depth == 4
 
     def test_levels_beyond_the_block_are_left_out(self):
-        assert len(draft(random_heads(), [1, 3, 3, 3], sampler(), max_depth=2)) == 1 + 1 + 3
-        assert len(draft(random_heads(), [1, 3, 3, 3], sampler(), max_depth=0)) == 1
+        heads = ready_heads("linear")
+        assert len(draft_pass(heads, [1, 3, 3, 3], sampler(), max_depth=2)) == 1 + 1 + 3
+        assert len(draft_pass(heads, [1, 3, 3, 3], sampler(), max_depth=0)) == 1
 
     def test_no_draft_pass_is_made_where_nothing_may_be_drafted(self, monkeypatch: pytest.MonkeyPatch):
         target = tiny_target()
@@ -173,21 +432,21 @@ class TestSelfDrafter:
         drafter.propose(DraftTree(5, max_depth=0), History(1))
 
     def test_tokens_that_cannot_occur_are_not_drafted(self):
-        assert len(draft(None, [3], sampler(top_k=2))) == 3
+        assert len(draft_pass(None, [3], sampler(top_k=2))) == 3
 
-    def test_untrained_heads_predict_what_the_base_predicts(self):
-        heads = LinearHeads(HIDDEN_SIZE, 3, tiny_target().config.rms_norm_eps)
-        tree = draft(heads, [3, 3, 3, 3], sampler(temperature=0.0))
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_untrained_heads_predict_what_the_base_predicts(self, kind: str):
+        tree = draft_pass(untrained_heads(kind), [3, 3, 3, 3], sampler(temperature=0.0))
         best = [tree.tokens[node] for node in tree.children(0)]
         assert len(set(best)) == 3
         for node in range(len(tree)):
             if tree.depths[node] < 4:
-                assert [tree.tokens[child] for child in tree.children(node)] == best
+                assert tokens_below(tree, node) == best
 
-    def test_a_level_is_drafted_with_the_noise_of_its_own_position(self):
+    @pytest.mark.parametrize("kind", KINDS)
+    def test_a_level_is_drafted_with_the_noise_of_its_own_position(self, kind: str):
         # The same logits at every level, so only the noise differs: sample each level again by hand.
-        heads = LinearHeads(HIDDEN_SIZE, 3, tiny_target().config.rms_norm_eps)
-        tree = draft(heads, [1, 1, 1, 1], sampler(temperature=1.0))
+        tree = draft_pass(untrained_heads(kind), [1, 1, 1, 1], sampler(temperature=1.0))
         target = tiny_target()
         cache = new_cache(target, len(PROMPT))
         target.prefill(PROMPT[:-1], cache)
@@ -202,7 +461,7 @@ class TestSelfDrafter:
         target, sample = tiny_target(), sampler(temperature=1.0, theta=1.2, W=30)
         partial = PartialCache(target.cache_shape, budget=1000, num_sinks=4)
         drafter = SelfDrafter(target, sample, partial, None, [1])
-        planner = Planner(drafter, None, target.pass_sizes, measured=False)
+        planner = Planner([[drafter]], target.pass_sizes, measured=False)
         actual = run(target, planner, sample, PROMPT, 200)
         expected = run(target, ar_planner(target), sampler(temperature=1.0, theta=1.2, W=30), PROMPT, 200)
         assert actual.token_ids == expected.token_ids
@@ -214,9 +473,8 @@ class TestSelfDrafter:
     def test_the_partial_cache_follows_the_text(self):
         target, sample = tiny_target(), sampler()
         partial = PartialCache(target.cache_shape, budget=1000, num_sinks=4)
-        planner = Planner(
-            SelfDrafter(target, sample, partial, None, [1]), None, target.pass_sizes, measured=False
-        )
+        drafter = SelfDrafter(target, sample, partial, None, [1])
+        planner = Planner([[drafter]], target.pass_sizes, measured=False)
         done = run(target, planner, sample, PROMPT, 30)
         length = len(PROMPT) + 29  # the last token has no key yet
         assert partial.length == length
@@ -226,8 +484,7 @@ class TestSelfDrafter:
     def test_a_prompt_of_one_token_has_nothing_to_look_back_at(self):
         target, sample = tiny_target(), sampler()
         partial = PartialCache(target.cache_shape, budget=20, num_sinks=4)
-        planner = Planner(
-            SelfDrafter(target, sample, partial, None, [1]), None, target.pass_sizes, measured=False
-        )
+        drafter = SelfDrafter(target, sample, partial, None, [1])
+        planner = Planner([[drafter]], target.pass_sizes, measured=False)
         expected = run(target, ar_planner(target), sampler(), [5], 40)
         assert run(target, planner, sample, [5], 40).same_bits(expected)

@@ -14,7 +14,8 @@ import swiftgen
 from swiftgen.decode import StepEvent
 from swiftgen.engine import Engine
 from swiftgen.errors import SwiftgenError
-from swiftgen.heads import LinearHeads, save_heads
+from swiftgen.heads import new_heads
+from swiftgen.heads_files import HeadsInfo, save_heads
 from swiftgen.presets import load_preset
 from test_models import VOCAB_SIZE, tiny_config, tiny_tokenizer
 
@@ -67,14 +68,17 @@ sampler:
     return file
 
 
-@pytest.fixture(scope="module")
-def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["linear", "recurrent"])
+def heads(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random heads that can draft half of the tokens."""
     folder = tmp_path_factory.mktemp("heads")
     torch.manual_seed(1)
-    random_heads = LinearHeads(HIDDEN_SIZE, 3).requires_grad_(False)
+    options = {"width": 16} if request.param == "recurrent" else {}
+    vocabulary = torch.arange(0, VOCAB_SIZE, 2)
+    random_heads = new_heads(request.param, HIDDEN_SIZE, 3, 1e-6, vocabulary=vocabulary, **options)
     for parameter in random_heads.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    save_heads(random_heads, folder, "tiny")
+    save_heads(random_heads, folder, HeadsInfo(base_model="tiny", vocab_size=VOCAB_SIZE))
     return folder
 
 
@@ -164,9 +168,24 @@ class TestDrafts:
             actual, num_drafted = written(draft=draft)
             assert actual == expected, draft
             assert num_drafted > 0, draft
+        for draft in ("auto", "heads", "self"):
+            actual, num_drafted = written(draft=draft, heads=str(heads))
+            assert actual == expected, draft
+            assert num_drafted > 0, draft
         actual, num_drafted = written(draft="paper", heads=str(heads), tree=[1, 3, 3, 3], refresh="recent")
         assert actual == expected
         assert num_drafted > 3 * 25  # four levels a step, unless a block ends there
+
+    def test_the_heads_draft_by_themselves_if_asked_to(self, preset_file: Path, heads: Path):
+        engine = swiftgen.load(str(preset_file), {"draft": "heads", "heads": str(heads)})
+        events = list(engine.stream(PROMPT, num_tokens=160, seed=2))
+        assert {source for event in events for source in event.sources} == {"heads"}
+
+    def test_to_draft_by_heads_there_must_be_some(self, preset_file: Path):
+        engine = swiftgen.load(str(preset_file), {"draft": "heads"})
+        error = failure(lambda: list(engine.stream(PROMPT, num_tokens=5)))
+        assert "no draft heads" in error.message
+        assert "`heads`" in error.hint
 
     def test_the_seed_of_the_noise_decides_whatever_is_drafted(self, preset_file: Path):
         texts = []
@@ -259,10 +278,16 @@ class TestLimits:
         failure(lambda: engine.stream(PROMPT, num_tokens=MAX_POSITIONS - 50))
 
     def test_heads_of_another_model_are_refused(self, preset_file: Path, tmp_path: Path):
-        save_heads(LinearHeads(HIDDEN_SIZE + 1, 1), tmp_path, "other")
-        engine = swiftgen.load(str(preset_file), {"heads": str(tmp_path)})
-        error = failure(lambda: engine.stream(PROMPT, num_tokens=5))
+        def refusal(hidden_size: int, info: HeadsInfo) -> SwiftgenError:
+            save_heads(new_heads("linear", hidden_size, 1, 1e-6), tmp_path, info)
+            engine = swiftgen.load(str(preset_file), {"heads": str(tmp_path)})
+            return failure(lambda: engine.stream(PROMPT, num_tokens=5))
+
+        error = refusal(HIDDEN_SIZE + 1, HeadsInfo("other"))
         assert "hidden size 33, the model has 32" in error.message
+        assert "other" in error.hint
+        error = refusal(HIDDEN_SIZE, HeadsInfo("other", vocab_size=32_000))
+        assert f"for 32,000 tokens, the model has {VOCAB_SIZE}" in error.message
 
     def test_a_longer_stream_does_not_change_what_a_shorter_one_writes(self, preset_file: Path):
         """YaRN stretches the positions for the length asked for; that must not outlive the stream."""

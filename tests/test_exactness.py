@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import functools
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
 from swiftgen.cache import BLOCK_TOKENS, PartialCache
+from swiftgen.drafters.base import Drafter
+from swiftgen.drafters.heads import HeadsDrafter, ReadyHeads
 from swiftgen.drafters.ngram import NgramDrafter
 from swiftgen.drafters.self_draft import SelfDrafter
-from swiftgen.exactness import choose_pass_sizes
+from swiftgen.exactness import choose_pass_sizes, known_exactness
 from swiftgen.planner import Planner
 from swiftgen.sampling import Sampler
 from swiftgen.target import Target
 from swiftgen.tree import DraftTree
 from tiny import (
+    DRAFT_VOCABULARY,
     FAMILIES,
     VOCAB_SIZE,
     ar_planner,
     new_cache,
     random_heads,
+    ready_heads,
     run,
     sampler,
     tiny_model,
@@ -34,16 +40,32 @@ SAMPLERS = {
     "eta": {"temperature": 1.0, "eta": 0.02},
     "penalty": {"temperature": 0.6, "theta": 1.5, "W": 9},
 }
-DRAFTERS = ("base", "heads", "ngram", "all", "adversarial")
+HEADS = [
+    f"{kind} heads {place}{tokens}"
+    for kind in ("linear", "recurrent")
+    for place in ("from the verify state", "after a draft pass")
+    for tokens in ("", ", some tokens")
+]
+DRAFTERS = ("base", *HEADS, "ngram", "all", "adversarial")
+# Heads see nothing of a family but its hidden states, so beyond the first one a few kinds are enough.
+FEWER_DRAFTERS = (
+    "base",
+    "recurrent heads from the verify state",
+    "linear heads after a draft pass",
+    "ngram",
+    "all",
+    "adversarial",
+)
 PROMPT = [5, 17, 3, 5, 17, 8, 60] * 16
 NUM_TOKENS = BLOCK_TOKENS + 40  # past two block boundaries
+FEWER_TOKENS = 60  # past one
 
 
 class AdversarialPlanner(Planner):
     """Proposes wrong, repeated and unsorted trees in which the right tokens are hidden."""
 
     def __init__(self, target: Target, text: list[int]) -> None:
-        super().__init__(None, None, target.pass_sizes, measured=False)
+        super().__init__([[]], target.pass_sizes, measured=False)
         self._text = text
         self._random = random.Random(0)
 
@@ -59,17 +81,30 @@ class AdversarialPlanner(Planner):
         return tree
 
 
-def planner(target: Target, kind: str, sample: Sampler, text: list[int]) -> Planner:
-    if kind == "adversarial":
-        return AdversarialPlanner(target, text)
-    self_drafter = ngram_drafter = None
-    if kind != "ngram":
-        heads = random_heads().to(target.dtype) if kind != "base" else None
-        partial = PartialCache(target.cache_shape, budget=48, num_sinks=4)
-        self_drafter = SelfDrafter(target, sample, partial, heads, [1, 3, 3, 3])
+@functools.cache
+def heads_for(kind: str, family: str, dtype: torch.dtype) -> ReadyHeads:
+    """The heads that a way to draft names, for a tiny model."""
+    vocabulary = DRAFT_VOCABULARY if "some tokens" in kind else None
+    heads = random_heads("recurrent" if "recurrent" in kind else "linear", vocabulary)
+    return ready_heads(heads, family, dtype)
+
+
+def drafters(target: Target, family: str, kind: str, sample: Sampler) -> list[Drafter]:
+    """One way to draft."""
+    way: list[Drafter] = []
+    heads = heads_for(kind, family, target.dtype)
+    partial = PartialCache(target.cache_shape, budget=48, num_sinks=4)
+    if "verify state" in kind:
+        way.append(HeadsDrafter(target, sample, heads, [4, 2, 2], beam=2))
+    elif "draft pass" in kind:
+        way.append(SelfDrafter(target, sample, partial, heads, [1, 4, 2, 2], beam=2))
+    elif kind == "base":
+        way.append(SelfDrafter(target, sample, partial, None, [1, 3, 3, 3]))
+    elif kind == "all":  # as the paper has it
+        way.append(SelfDrafter(target, sample, partial, heads, [1, 3, 3, 3]))
     if kind in ("ngram", "all"):
-        ngram_drafter = NgramDrafter(4, 20, seed=0, below_root=True)
-    return Planner(self_drafter, ngram_drafter, target.pass_sizes, measured=False)
+        way.append(NgramDrafter(4, 20, seed=0, below_root=True))
+    return way
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -78,30 +113,44 @@ def planner(target: Target, kind: str, sample: Sampler, text: list[int]) -> Plan
 def test_drafts_change_nothing(family: str, sampler_name: str, dtype: torch.dtype) -> None:
     target = tiny_target(family, dtype)
     settings = SAMPLERS[sampler_name]
-    expected = run(target, ar_planner(target), sampler(**settings), PROMPT, NUM_TOKENS)
+    is_first = family == FAMILIES[0]
+    num_tokens = NUM_TOKENS if is_first else FEWER_TOKENS
+    expected = run(target, ar_planner(target), sampler(**settings), PROMPT, num_tokens)
     assert len(set(expected.token_ids)) > 1
-    for kind in DRAFTERS:
+    by_heads = 0
+    for kind in DRAFTERS if is_first else FEWER_DRAFTERS:
         sample = sampler(**settings)
-        actual = run(target, planner(target, kind, sample, expected.token_ids), sample, PROMPT, NUM_TOKENS)
+        if kind == "adversarial":
+            planner: Planner = AdversarialPlanner(target, expected.token_ids)
+        else:
+            way = drafters(target, family, kind, sample)
+            planner = Planner([way], target.pass_sizes, measured=False)
+        actual = run(target, planner, sample, PROMPT, num_tokens)
         assert actual.same_bits(expected), kind
-        num_accepted = sum(event.num_accepted for event in actual.events)
-        assert num_accepted > (NUM_TOKENS / 4 if kind == "adversarial" else 0), (
-            "acceptance is to be tested too"
-        )
+        sources = [source for event in actual.events for source in event.sources]
+        by_heads += sources.count("heads")
+        if is_first or kind == "adversarial":
+            enough = num_tokens / 4 if kind == "adversarial" else 0
+            assert len(sources) > enough, f"acceptance is to be tested too: {kind}"
+    assert by_heads > 5 or not is_first
 
 
-def test_measured_plan_changes_nothing() -> None:
+@pytest.mark.parametrize("sampler_name", SAMPLERS)
+def test_measured_plan_changes_nothing(sampler_name: str) -> None:
     target = tiny_target()
-    settings = SAMPLERS["min_p"]
+    settings = SAMPLERS[sampler_name]
     expected = run(target, ar_planner(target), sampler(**settings), PROMPT, NUM_TOKENS)
     sample = sampler(**settings)
     partial = PartialCache(target.cache_shape, budget=48, num_sinks=4, by_importance=False)
-    measured = Planner(
-        SelfDrafter(target, sample, partial, random_heads(), [2, 2, 2, 2]),
-        NgramDrafter(4, 20, seed=0, below_root=True),
-        target.pass_sizes,
-        measured=True,
-    )
+    ngrams = NgramDrafter(4, 20, seed=0, below_root=True)
+    recurrent = heads_for("recurrent, some tokens", "llama", target.dtype)
+    ways = [
+        [HeadsDrafter(target, sample, recurrent, [4, 4, 4], beam=4), ngrams],
+        [SelfDrafter(target, sample, partial, ready_heads("linear"), [2, 2, 2, 2]), ngrams],
+        [ngrams],
+        [],
+    ]
+    measured = Planner(ways, target.pass_sizes, measured=True)
     assert run(target, measured, sample, PROMPT, NUM_TOKENS).same_bits(expected)
 
 
@@ -131,6 +180,21 @@ def test_check_finds_a_target_whose_rows_depend_on_each_other() -> None:
     target.unembed = lambda hidden, num_rows=None: unembed(hidden, num_rows) + num_rows  # type: ignore[method-assign]
     found = choose_pass_sizes(target)
     assert len(found.pass_sizes) == 1  # each size agrees with itself only
+
+
+def test_the_check_is_made_once_and_times_every_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWIFTGEN_CACHE", str(tmp_path))
+    target = Target(tiny_model())
+    found = known_exactness(target, "weights-1")
+    assert len(found.pass_seconds) == len(found.pass_sizes)
+    assert all(0 < seconds < 10 for seconds in found.pass_seconds)
+    (file,) = (tmp_path / "exactness").iterdir()
+    monkeypatch.setattr(target, "forward", lambda *_: pytest.fail("measured again"))
+    assert known_exactness(target, "weights-1") == found
+    monkeypatch.undo()
+    monkeypatch.setenv("SWIFTGEN_CACHE", str(tmp_path))
+    file.write_text('{"pass_sizes": [2], "lossless": true}')  # of a version that took no times
+    assert known_exactness(target, "weights-1").pass_sizes == found.pass_sizes
 
 
 def test_check_reports_when_no_size_is_exact() -> None:

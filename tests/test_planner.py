@@ -1,4 +1,4 @@
-"""The planner: what it learns, which tree it keeps, and how often it tries a draft pass that does not pay."""
+"""The planner: what it learns, which tree it keeps, and how often it tries a way that does not pay."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from swiftgen.planner import AcceptanceEstimates, PassCosts, Planner
+from swiftgen.planner import FIRST_PROBE, LAST_PROBE, PROBE_STEPS, AcceptanceEstimates, PassCosts, Planner
 from swiftgen.sampling import History
 from swiftgen.tree import DraftTree
 
@@ -17,23 +17,24 @@ SIZES = (1, 2, 4, 8)
 
 
 class ScriptedDrafter:
-    """Stands for any drafter: adds the same paths every step, takes its time by a clock, and counts."""
+    """Stands for any drafter: adds the same paths every step, each half as likely as the one before."""
 
     def __init__(self, paths: Sequence[Sequence[int]], source: str) -> None:
         self.paths, self.source = paths, source
-        self.clock_s = 0.0
-        self.takes_s = 0.0
         self.num_proposed = 0
         self.num_observed = 0
 
     def propose(self, tree: DraftTree, history: History) -> None:
         self.num_proposed += 1
-        self.clock_s += self.takes_s
-        for rank, path in enumerate(self.paths):
-            tree.add_path(0, path, self.source, rank)
+        add_paths(tree, self.paths, self.source)
 
     def observe(self, committed: object) -> None:
         self.num_observed += 1
+
+
+def add_paths(tree: DraftTree, paths: Sequence[Sequence[int]], source: str) -> None:
+    for rank, path in enumerate(paths):
+        tree.add_path(0, path, source, 0.5 / 2**rank)
 
 
 def planner(
@@ -42,11 +43,13 @@ def planner(
     measured: bool = True,
     sizes: Sequence[int] = SIZES,
 ) -> Planner:
-    drafters = (
-        ScriptedDrafter(base, "base") if base is not None else None,
-        ScriptedDrafter(ngram, "ngram") if ngram is not None else None,
-    )
-    return Planner(*drafters, sizes, measured)  # type: ignore[arg-type]
+    """One way to draft: with these paths of one drafter or two."""
+    way = [
+        ScriptedDrafter(paths, source)
+        for paths, source in ((base, "base"), (ngram, "ngram"))
+        if paths is not None
+    ]
+    return Planner([way], sizes, measured)
 
 
 def draft(plan: Planner) -> DraftTree:
@@ -61,7 +64,7 @@ def flat_tree(num_nodes: int, source: str = "ngram") -> DraftTree:
     """A root with `num_nodes - 1` children."""
     tree = DraftTree(0, max_depth=9)
     for token in range(1, num_nodes):
-        tree.add(0, token, source, rank=token - 1)
+        tree.add(0, token, source, 0.5 / 2 ** (token - 1))
     return tree
 
 
@@ -76,54 +79,80 @@ class TestAcceptanceEstimates:
     def test_estimates_move_to_the_observed_rate(self, rate: float):
         estimates, rng = AcceptanceEstimates(), random.Random(0)
         tree = DraftTree(0, max_depth=9)
-        tree.add(0, 1, "base")
+        tree.add(0, 1, "base", 0.4)
         for _ in range(2000):
             estimates.observe(tree, [0, 1] if rng.random() < rate else [0])
-        assert estimates.chance("base", 1, 0) == pytest.approx(rate, abs=0.15)
+        assert estimates.chance("base", 1, 0.4) == pytest.approx(rate, abs=0.15)
+
+    def test_an_estimate_begins_with_what_the_drafter_thinks(self):
+        for drafted in (0.01, 0.3, 0.999):
+            assert AcceptanceEstimates().chance("heads", 2, drafted) == drafted
 
     def test_a_hit_raises_the_estimate_and_a_miss_lowers_it(self):
         estimates, tree = AcceptanceEstimates(), flat_tree(3, "base")
-        best, second = (estimates.chance("base", 1, rank) for rank in (0, 1))
         estimates.observe(tree, [0, 2])
-        assert estimates.chance("base", 1, 0) < best
-        assert estimates.chance("base", 1, 1) > second
-        assert 0 < estimates.chance("base", 1, 0) < 1
-        assert 0 < estimates.chance("base", 1, 1) < 1
+        # 0.03 of the way from 0.5 to 0, and from 0.25 to 1
+        assert estimates.chance("base", 1, 0.5) == pytest.approx(0.485)
+        assert estimates.chance("base", 1, 0.25) == pytest.approx(0.2725)
 
-    def test_sources_depths_and_ranks_are_learnt_apart(self):
+    def test_sources_depths_and_chances_are_learnt_apart(self):
         estimates = AcceptanceEstimates()
-        keys = [(s, d, r) for s in ("base", "heads", "ngram") for d in (1, 2) for r in (0, 1)]
+        keys = [(s, d, c) for s in ("base", "heads", "ngram") for d in (1, 2) for c in (0.2, 0.5, 0.8)]
         before = {key: estimates.chance(*key) for key in keys}
         tree = DraftTree(0, max_depth=9)
-        tree.add(0, 1, "heads", rank=1)
+        tree.add(0, 1, "heads", 0.8)
         estimates.observe(tree, [0, 1])
         changed = [key for key in keys if estimates.chance(*key) != before[key]]
-        assert changed == [("heads", 1, 1)]
+        assert changed == [("heads", 1, 0.8)]
+
+    @pytest.mark.parametrize(
+        ("seen", "alike", "apart"),
+        [
+            (0.5, (0.42, 0.58), (0.41, 0.59)),  # odds of 1, up to a factor of sqrt(2)
+            (2 / 3, (0.59, 0.73), (0.58, 0.74)),  # odds of 2
+            (1 / 3, (0.27, 0.41), (0.26, 0.42)),
+            (0.99, (0.98, 0.999, 1.0), (0.97,)),  # above 2^5.5 : 1 nothing is told apart
+            (0.01, (0.02, 0.001, 0.0), (0.03,)),
+        ],
+    )
+    def test_drafts_of_similar_odds_share_an_estimate(
+        self, seen: float, alike: tuple[float, ...], apart: tuple[float, ...]
+    ):
+        estimates, tree = AcceptanceEstimates(), DraftTree(0, max_depth=9)
+        tree.add(0, 1, "heads", seen)
+        estimates.observe(tree, [0])
+        for drafted in (seen, *alike):
+            assert estimates.chance("heads", 1, drafted) == pytest.approx(seen - 0.03 * seen)
+        for drafted in apart:
+            assert estimates.chance("heads", 1, drafted) == drafted
 
     def test_drafts_below_a_wrong_one_teach_nothing(self):
         estimates, tree = AcceptanceEstimates(), DraftTree(0, max_depth=9)
         tree.add_path(0, [1, 2], "base")
-        before = estimates.chance("base", 2, 0)
+        before = estimates.chance("base", 2, 0.5)
         estimates.observe(tree, [0])
-        assert estimates.chance("base", 2, 0) == before
+        assert estimates.chance("base", 2, 0.5) == before
 
     def test_a_node_is_as_likely_as_all_of_its_path(self):
         estimates, tree = AcceptanceEstimates(), DraftTree(0, max_depth=9)
-        tree.add_path(0, [1, 2], "base")
-        tree.add(1, 3, "ngram", rank=1)
-        first = estimates.chance("base", 1, 0)
-        assert estimates.chances(tree) == pytest.approx(
-            [1, first, first * estimates.chance("base", 2, 0), first * estimates.chance("ngram", 2, 1)]
-        )
+        tree.add_path(0, [1, 2], "base", 0.6)
+        tree.add(1, 3, "ngram", 0.1)
+        assert estimates.chances(tree) == pytest.approx([1, 0.6, 0.36, 0.06])
+        estimates.observe(tree, [0, 1, 3])
+        first, second, third = 0.6 + 0.03 * 0.4, 0.6 - 0.03 * 0.6, 0.1 + 0.03 * 0.9
+        assert estimates.chances(tree) == pytest.approx([1, first, first * second, first * third])
 
 
 class TestPassCosts:
+    def test_before_anything_was_measured_every_size_costs_the_same(self):
+        assert [PassCosts(SIZES).seconds(size) for size in SIZES] == [1.0] * 4
+
     def test_the_first_measurement_is_taken_as_it_is_and_later_ones_move_it(self):
         costs = PassCosts(SIZES)
         costs.observe(4, 0.5)
         assert costs.seconds(4) == 0.5
         costs.observe(4, 0.3)
-        assert 0.3 < costs.seconds(4) < 0.5
+        assert costs.seconds(4) == pytest.approx(0.48)  # a tenth of the way
         for _ in range(200):
             costs.observe(4, 0.3)
         assert costs.seconds(4) == pytest.approx(0.3)
@@ -133,6 +162,62 @@ class TestPassCosts:
         costs.observe(2, 0.2)
         costs.observe(8, 0.9)
         assert (costs.seconds(4), costs.seconds(1)) == (0.2, 0.2)
+
+    def test_what_was_measured_before_says_how_much_more_an_untried_size_costs(self):
+        costs = PassCosts(SIZES, before=[1.0, 1.0, 1.5, 3.0])
+        assert [costs.seconds(size) for size in SIZES] == [1.0, 1.0, 1.5, 3.0]
+        costs.observe(2, 0.2)  # this run is five times faster
+        assert [costs.seconds(size) for size in SIZES] == pytest.approx([0.2, 0.2, 0.3, 0.6])
+        costs.observe(4, 0.4)
+        assert [costs.seconds(size) for size in SIZES] == pytest.approx([0.2, 0.2, 0.4, 0.8])
+
+    def test_an_unused_size_falls_to_what_the_measurement_before_makes_of_the_smaller_one(self):
+        costs = PassCosts(SIZES, before=[1.0, 1.0, 2.0, 2.0])
+        costs.observe(4, 9.0)
+        for _ in range(10_000):
+            costs.observe(2, 1.0)
+        assert costs.seconds(4) == pytest.approx(2.0, rel=0.01)
+
+    def test_an_outlier_counts_as_twice_the_usual_time(self):
+        costs = PassCosts(SIZES)
+        costs.observe(4, 0.5)
+        costs.observe(4, 600.0)
+        assert costs.seconds(4) == pytest.approx(0.55)  # a tenth of the way to 1.0
+        for _ in range(100):
+            costs.observe(4, 600.0)
+        assert costs.seconds(4) > 300  # if it stays like this it is no outlier
+
+    def test_the_cost_of_a_size_that_is_not_used_falls_towards_that_of_the_next_smaller_one(self):
+        costs = PassCosts(SIZES)
+        costs.observe(8, 5.0)
+        costs.observe(1, 1.0)  # from here on 8 is not used
+        assert costs.seconds(8) == 5.0  # there was no smaller one to compare with
+        seen = []
+        for _ in range(3):
+            costs.observe(1, 1.0)
+            seen.append(costs.seconds(8))
+        # each step by 0.002 of what it costs more than the next smaller known size
+        assert seen == pytest.approx([1 + 4 * 0.998, 1 + 4 * 0.998**2, 1 + 4 * 0.998**3])
+        assert costs.seconds(1) == 1.0
+        for _ in range(5000):
+            costs.observe(1, 1.0)
+        assert costs.seconds(8) == pytest.approx(1.0, abs=0.01)
+
+    def test_a_size_that_is_cheaper_than_the_next_smaller_one_stays_so(self):
+        costs = PassCosts(SIZES)
+        costs.observe(4, 0.5)
+        costs.observe(2, 0.8)
+        for _ in range(50):
+            costs.observe(2, 0.8)
+        assert costs.seconds(4) == 0.5
+
+    def test_the_size_in_use_is_not_forgotten(self):
+        costs = PassCosts(SIZES)
+        costs.observe(1, 1.0)
+        for _ in range(500):
+            costs.observe(8, 3.0)
+        assert costs.seconds(8) == pytest.approx(3.0)
+        assert costs.seconds(1) == 1.0
 
 
 class TestBestSubtree:
@@ -162,11 +247,10 @@ class TestBestSubtree:
         assert len(draft(plan)) == 8
 
     def test_the_likeliest_drafts_are_kept(self):
-        # After a thousand hits of rank 0 and misses of rank 1, the chain of rank 0 is all but certain.
+        # After a thousand hits of the first chain and misses of the second, the first is all but certain.
         plan = planner(ngram=[[1, 2, 3], [4, 5, 6]])
         full = DraftTree(0, max_depth=9)
-        full.add_path(0, [1, 2, 3], "ngram", 0)
-        full.add_path(0, [4, 5, 6], "ngram", 1)
+        add_paths(full, [[1, 2, 3], [4, 5, 6]], "ngram")
         for _ in range(1000):
             plan.observe(full, [0, 1, 2, 3], 1.2, None)  # type: ignore[arg-type]
         teach_costs(plan, {1: 1.0, 2: 1.1, 4: 1.2})
@@ -179,27 +263,27 @@ class TestBestSubtree:
         rng = random.Random(seed)
         paths = [[rng.randrange(1, 4) for _ in range(rng.randrange(1, 4))] for _ in range(4)]
         costs = dict(zip(SIZES, sorted(rng.uniform(1, 2) for _ in SIZES), strict=True))
-        plan, estimates = planner(ngram=paths), AcceptanceEstimates()
+        plan, estimates, known = planner(ngram=paths), AcceptanceEstimates(), PassCosts(SIZES)
         teach_costs(plan, costs)
         for size in costs:
             estimates.observe(flat_tree(size), [0])
-        for _ in range(300):  # some ranks and depths turn out well
+            known.observe(size, costs[size])
+        for _ in range(300):  # some paths and depths turn out well
             seen = DraftTree(0, max_depth=9)
-            for rank, path in enumerate(paths):
-                seen.add_path(0, path, "ngram", rank)
+            add_paths(seen, paths, "ngram")
             path = seen.walk([rng.choice([1, 2, 3]) for _ in range(len(seen))])
-            size = next(s for s in (*SIZES, len(seen)) if s >= len(seen))
-            plan.observe(seen, path, costs.get(size, 9.0), None)  # type: ignore[arg-type]
+            size = next((s for s in SIZES if s >= len(seen)), 8)  # a larger tree counts for the largest pass
+            plan.observe(seen, path, costs[size], None)  # type: ignore[arg-type]
             estimates.observe(seen, path)
+            known.observe(size, costs[size])
 
         full = DraftTree(0, max_depth=9)
-        for rank, path in enumerate(paths):
-            full.add_path(0, path, "ngram", rank)
+        add_paths(full, paths, "ngram")
         chances = estimates.chances(full)
 
         def rate(nodes: Sequence[int]) -> float:
             size = next(s for s in SIZES if s >= len(nodes))
-            return sum(chances[node] for node in nodes) / costs[size]
+            return sum(chances[node] for node in nodes) / known.seconds(size)
 
         closed = [
             (0, *nodes)
@@ -216,48 +300,145 @@ def path_of(tree: DraftTree, node: int) -> tuple[int, ...]:
     return tuple(tree.tokens[step] for step in tree.path(node)[1:])
 
 
-class TestDraftPass:
-    @pytest.fixture
-    def plan(self, monkeypatch: pytest.MonkeyPatch) -> Planner:
-        """Time passes only while its drafter drafts."""
-        plan = planner(base=[[1]], ngram=[])
-        clock = SimpleNamespace(perf_counter=lambda: plan._self_drafter.clock_s)
-        monkeypatch.setattr("swiftgen.planner.time", clock)
-        return plan
+class Machine:
+    """Decodes with a planner by a clock of its own: only drafting and verifying take time.
 
-    def decode(self, plan: Planner, num_steps: int, takes_s: float) -> int:
-        """Steps with a draft pass, which takes `takes_s` and is always right; a verify pass takes 1 s."""
-        drafter = plan._self_drafter
-        assert isinstance(drafter, ScriptedDrafter)
-        drafter.takes_s = takes_s
-        before = drafter.num_proposed
+    Every draft is right. A verify pass takes a second, whatever its size.
+
+    Args:
+        takes_s: Seconds that each drafter takes; several may stand in one way and one in several ways.
+    """
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        ways: Sequence[Sequence[str]],
+        takes_s: dict[str, float],
+        measured: bool = True,
+    ) -> None:
+        self.clock_s, self.takes_s = 0.0, takes_s
+        monkeypatch.setattr("swiftgen.planner.time", SimpleNamespace(perf_counter=lambda: self.clock_s))
+        self.drafters = {name: ScriptedDrafter([[1]], name) for name in takes_s}
+        self.plan = Planner([[self.drafters[name] for name in way] for way in ways], SIZES, measured)
+        self.ways: list[str] = []
+        """The way of each step: the names of the drafters that were asked."""
+
+    def decode(self, num_steps: int) -> list[str]:
+        """The ways of some more steps."""
         for _ in range(num_steps):
-            begin_s = drafter.clock_s
-            tree = draft(plan)
-            seconds = drafter.clock_s - begin_s + 1.0
-            plan.observe(tree, tree.walk([1] * len(tree)), seconds, None)  # type: ignore[arg-type]
-        return drafter.num_proposed - before
+            before = {name: drafter.num_proposed for name, drafter in self.drafters.items()}
+            begin_s = self.clock_s
+            tree = self._draft(before)
+            path = tree.walk([1] * len(tree))
+            seconds = self.clock_s - begin_s + 1.0
+            self.plan.observe(tree, path, seconds, None)  # type: ignore[arg-type]
+        return self.ways[-num_steps:]
 
-    def test_one_that_does_not_pay_is_tried_at_a_bounded_rate(self, plan: Planner):
-        assert 5 <= self.decode(plan, 1000, takes_s=9.0) <= 60  # the text may change, but looking is cheap
+    def _draft(self, before: dict[str, int]) -> DraftTree:
+        machine = self
 
-    def test_one_that_pays_is_made_nearly_every_step(self, plan: Planner):
-        assert 940 <= self.decode(plan, 1000, takes_s=0.1) < 1000  # the other way is looked at too
+        class Ticking(DraftTree):
+            """Time passes when a drafter adds to the tree."""
 
-    def test_one_that_stops_paying_is_given_up_and_found_again_when_it_pays(self, plan: Planner):
-        assert self.decode(plan, 500, takes_s=0.1) > 460
-        self.decode(plan, 200, takes_s=9.0)
-        assert self.decode(plan, 320, takes_s=9.0) <= 20
-        self.decode(plan, 5000, takes_s=0.1)
-        assert self.decode(plan, 320, takes_s=0.1) >= 300
+            def add_path(self, parent, tokens, source, chance=0.5) -> None:  # type: ignore[no-untyped-def]
+                machine.clock_s += machine.takes_s[source]
+                super().add_path(parent, tokens, source, chance)
 
-    def test_the_paper_makes_one_every_step(self, plan: Planner):
-        plan._measured = False
-        assert self.decode(plan, 200, takes_s=9.0) == 200
+        tree = self.plan.draft(Ticking(0, max_depth=9), History(1))
+        asked = [name for name, drafter in self.drafters.items() if drafter.num_proposed > before[name]]
+        self.ways.append("+".join(asked))
+        return tree
 
-    def test_drafters_see_the_prompt_and_every_step_even_those_without_a_draft_pass(self, plan: Planner):
-        plan.read(None)  # type: ignore[arg-type]
-        self.decode(plan, 100, takes_s=9.0)
-        for drafter in (plan._self_drafter, plan._ngram_drafter):
-            assert isinstance(drafter, ScriptedDrafter)
-            assert drafter.num_observed == 101
+
+def runs_of(ways: Sequence[str]) -> list[tuple[str, int]]:
+    """Consecutive steps of one way, with their number."""
+    return [(way, len(list(steps))) for way, steps in itertools.groupby(ways)]
+
+
+class TestWays:
+    """Two tokens a step are slower than plain AR if drafting takes 9 s, and faster if it takes 0.1 s."""
+
+    def machine(self, monkeypatch: pytest.MonkeyPatch, takes_s: float, measured: bool = True) -> Machine:
+        return Machine(monkeypatch, [["base"], []], {"base": takes_s}, measured)
+
+    def test_every_way_is_tried_before_one_is_chosen_the_simplest_first(
+        self, monkeypatch: pytest.MonkeyPatch
+    ):
+        takes_s = {"heads": 0.1, "base": 0.5, "ngram": 0.0}
+        machine = Machine(monkeypatch, [["heads", "ngram"], ["base", "ngram"], ["ngram"]], takes_s)
+        ways = machine.decode(40)
+        assert runs_of(ways[:24]) == [("ngram", 8), ("heads+ngram", 8), ("base+ngram", 8)]
+        assert runs_of(ways[24:]) == [("ngram", 16)]
+
+    def test_of_equally_fast_ways_the_simplest_is_taken(self, monkeypatch: pytest.MonkeyPatch):
+        machine = Machine(monkeypatch, [["base", "ngram"], ["ngram"]], {"base": 0.0, "ngram": 0.0})
+        assert runs_of(machine.decode(40)) == [("ngram", 8), ("base+ngram", 8), ("ngram", 24)]
+
+    def test_one_that_does_not_pay_is_tried_at_a_bounded_rate(self, monkeypatch: pytest.MonkeyPatch):
+        machine = self.machine(monkeypatch, takes_s=9.0)
+        # the text may change, but looking is cheap
+        assert 5 <= machine.decode(1000).count("base") <= 60
+
+    def test_one_that_pays_is_made_nearly_every_step(self, monkeypatch: pytest.MonkeyPatch):
+        machine = self.machine(monkeypatch, takes_s=0.1)
+        assert 940 <= machine.decode(1000).count("base") < 1000  # the other way is looked at too
+
+    def test_one_that_stops_paying_is_given_up_and_found_again_when_it_pays(
+        self, monkeypatch: pytest.MonkeyPatch
+    ):
+        machine = self.machine(monkeypatch, takes_s=0.1)
+        assert machine.decode(500).count("base") > 460
+        machine.takes_s["base"] = 9.0
+        machine.decode(200)
+        assert machine.decode(320).count("base") <= 20
+        machine.takes_s["base"] = 0.1
+        machine.decode(5000)
+        assert machine.decode(320).count("base") >= 300
+
+    def test_trials_are_short_and_the_first_comes_soon(self, monkeypatch: pytest.MonkeyPatch):
+        runs = runs_of(self.machine(monkeypatch, takes_s=9.0).decode(400))
+        assert runs[:2] == [("", PROBE_STEPS), ("base", PROBE_STEPS)]
+        assert runs[2] == ("", pytest.approx(FIRST_PROBE, abs=1))
+        assert runs[3] == ("base", PROBE_STEPS)
+
+    def test_the_steps_between_two_trials_double_up_to_a_limit(self, monkeypatch: pytest.MonkeyPatch):
+        runs = runs_of(self.machine(monkeypatch, takes_s=9.0).decode(16_000))
+        assert {num for way, num in runs[:-1] if way == "base"} == {PROBE_STEPS}
+        gaps = [num for way, num in runs[2:-1] if way == ""]
+        assert len(gaps) > 6
+        for gap, following in itertools.pairwise(gaps):
+            assert following == pytest.approx(min(2 * gap, LAST_PROBE), abs=2)
+        assert gaps[-1] == gaps[-2] == pytest.approx(LAST_PROBE, abs=1)
+
+    def test_a_way_that_is_nearly_as_fast_is_tried_often(self, monkeypatch: pytest.MonkeyPatch):
+        # 2 tokens in 2.1 s, against 1 in 1.0 s: 95 % of the speed
+        runs = runs_of(self.machine(monkeypatch, takes_s=1.1).decode(1000))
+        gaps = [num for way, num in runs[2:-1] if way == ""]
+        assert len(gaps) > 20
+        assert gaps == pytest.approx([FIRST_PROBE] * len(gaps), abs=1)
+
+    def test_a_single_slow_step_changes_nothing(self, monkeypatch: pytest.MonkeyPatch):
+        machine = self.machine(monkeypatch, takes_s=0.1)
+        machine.decode(400)
+        machine.takes_s["base"] = 600.0  # the machine slept
+        while machine.decode(1) != ["base"]:
+            pass
+        machine.takes_s["base"] = 0.1
+        assert machine.decode(40).count("base") >= 32
+
+    def test_the_paper_makes_a_draft_pass_every_step(self, monkeypatch: pytest.MonkeyPatch):
+        machine = self.machine(monkeypatch, takes_s=9.0, measured=False)
+        assert machine.decode(200).count("base") == 200
+
+    def test_the_only_way_is_taken_every_step(self, monkeypatch: pytest.MonkeyPatch):
+        machine = Machine(monkeypatch, [["base"]], {"base": 9.0})
+        assert machine.decode(200).count("base") == 200
+
+    def test_drafters_see_the_prompt_and_every_step_once_whatever_the_way(
+        self, monkeypatch: pytest.MonkeyPatch
+    ):
+        takes_s = {"heads": 0.1, "base": 9.0, "ngram": 0.0}
+        machine = Machine(monkeypatch, [["heads", "ngram"], ["base", "ngram"], ["ngram"], []], takes_s)
+        machine.plan.read(None)  # type: ignore[arg-type]
+        assert set(machine.decode(100)) == {"", "ngram", "heads+ngram", "base+ngram"}
+        assert [drafter.num_observed for drafter in machine.drafters.values()] == [101] * 3

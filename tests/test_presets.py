@@ -84,6 +84,7 @@ def test_schema_defaults():
             "min_tokens_to_keep": 1,
         },
         "eos": "ignore",
+        "alphabet": "any",
         "suppress": (),
         "chat": False,
         "system": None,

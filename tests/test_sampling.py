@@ -187,6 +187,17 @@ class TestHistory:
         windows = random_history([1, 2, 3]).windows(tree, 2)
         assert [set(row) for row in windows.tolist()] == [{2, 3}, {3, 8}, {8, 9}]
 
+    @pytest.mark.parametrize("W", [0, 1, 3, 50])
+    def test_windows_of_some_nodes_are_those_of_all_nodes(self, W: int):
+        for seed in range(20):
+            text = [seed, 1, 2, 3, 4]
+            history, tree = random_history(text), random_tree(seed, text[-1])
+            nodes = random.Random(seed).sample(range(len(tree)), 6)
+            some, every = history.windows(tree, W, nodes), history.windows(tree, W)
+            assert some.shape[0] == 6
+            for row, node in enumerate(nodes):
+                assert set(some[row].tolist()) == set(every[node].tolist())
+
 
 Settings = dict[str, float]
 FILTERS: dict[str, Settings] = {
@@ -273,7 +284,7 @@ class TestPicks:
         picks = ours.pick(logits.clone(), positions, windows)
         assert set(picks) == ({1} if temperature == 0 else {1, 2, 5})
         for candidates in ours.rank(logits.clone(), positions, windows, width=6):
-            assert sorted(candidates) == [1, 2, 5]
+            assert sorted(token for token, _ in candidates) == [1, 2, 5]
 
     @pytest.mark.parametrize("settings", [*FILTERS.values(), {"temperature": 0.0}])
     def test_a_row_does_not_depend_on_the_others(self, settings: Settings):
@@ -299,13 +310,14 @@ class TestPicks:
         ours = sampler(temperature=temperature, min_p=0.05)
         positions, windows = torch.arange(50), NO_WINDOW.expand(50, -1)
         ranked = ours.rank(random_logits(50), positions, windows, width=4)
-        assert [candidates[0] for candidates in ranked] == ours.pick(random_logits(50), positions, windows)
+        firsts = [candidates[0].token for candidates in ranked]
+        assert firsts == ours.pick(random_logits(50), positions, windows)
         for candidates, scores in zip(
             ranked, ours.scores(random_logits(50), positions, windows), strict=True
         ):
             possible = int((scores > -math.inf).sum())
             best = sorted(range(VOCAB_SIZE), key=lambda token: -scores[token].item())
-            assert candidates == best[: min(4, possible)]
+            assert [token for token, _ in candidates] == best[: min(4, possible)]
 
     @pytest.mark.parametrize(
         "settings", [{"temperature": 0.7}, {"temperature": 1.3, "top_p": 0.9}], ids=["plain", "top_p"]
@@ -331,3 +343,100 @@ class TestPicks:
         assert counts[~possible].sum() == 0
         chi_square = ((counts - expected) ** 2 / expected)[possible].sum().item()
         assert chi_square < chi_square_limit(int(possible.sum()) - 1)
+
+
+class TestConfidence:
+    """A draft's share among the candidates that come nearest, by hand."""
+
+    def ranked(self, weights: list[float], width: int, **settings: float) -> list[tuple[int, float]]:
+        logits = torch.tensor([weights]).log()
+        (candidates,) = sampler(temperature=0.0, **settings).rank(logits, torch.tensor([4]), NO_WINDOW, width)
+        return [(candidate.token, pytest.approx(candidate.confidence)) for candidate in candidates]
+
+    def test_it_is_the_share_of_all_where_there_are_few(self):
+        assert self.ranked([1, 8, 2, 4, 1], width=2) == [(1, 8 / 16), (3, 4 / 16)]
+
+    def test_only_the_nearest_eight_count(self):
+        weights = [16.0, 8, 2, 1, 1, 1, 1, 1, 0.5, 0.5]  # 31 in the first eight
+        assert self.ranked(weights, width=2) == [(0, 16 / 31), (1, 8 / 31)]
+
+    def test_more_than_eight_count_if_more_are_asked_for(self):
+        confidences = [confidence for _, confidence in self.ranked([3.0] + [1.0] * 11, width=10)]
+        assert confidences == [3 / 12] + [1 / 12] * 9
+
+    def test_the_only_token_that_can_occur_is_certain(self):
+        ours = sampler(temperature=1.0, top_k=1)
+        (candidates,) = ours.rank(torch.tensor([[1.0, 3.0, 2.0]]), torch.tensor([4]), NO_WINDOW, 3)
+        assert candidates == [(1, 1.0)]
+
+    def test_the_noise_counts(self):
+        logits = torch.tensor([[0.3, -0.2, 0.9]])
+        noise = keyed_gumbel(3, torch.tensor(4), torch.arange(3))
+        weights = [
+            math.exp(logit / 0.5 + g) for logit, g in zip(logits[0].tolist(), noise.tolist(), strict=True)
+        ]
+        (candidates,) = sampler(temperature=0.5).rank(logits.clone(), torch.tensor([4]), NO_WINDOW, 3)
+        expected = sorted(
+            ((weight / sum(weights), token) for token, weight in enumerate(weights)), reverse=True
+        )
+        assert [token for token, _ in candidates] == [token for _, token in expected]
+        assert [share for _, share in candidates] == pytest.approx([share for share, _ in expected])
+
+
+class TestRestrictedSampler:
+    """Logits over a few tokens and a last column for all others."""
+
+    VOCABULARY = torch.tensor([2, 3, 7, 20, 21, 40, 58])
+
+    def restricted_logits(self, logits: Tensor) -> Tensor:
+        others = torch.full((len(logits), 1), 50.0)  # would win if it could be chosen
+        return torch.cat([logits[:, self.VOCABULARY], others], dim=1)
+
+    @pytest.mark.parametrize("penalised", [False, True], ids=["plain", "penalised"])
+    @pytest.mark.parametrize("temperature", [0.0, 0.8])
+    def test_it_scores_its_tokens_as_the_whole_one_does(self, temperature: float, penalised: bool):
+        whole = Sampler(
+            SamplerSettings(temperature=temperature), 5, 12, 1.4 if penalised else 1.0, suppressed=[7, 9, 21]
+        )
+        restricted = whole.restricted_to(self.VOCABULARY, VOCAB_SIZE)
+        logits, positions = random_logits(40), torch.arange(40)
+        # Windows hold tokens of the vocabulary and, mostly, others; some of them twice.
+        windows = torch.randint(VOCAB_SIZE, (40, 12), generator=torch.Generator().manual_seed(1))
+        expected = whole.scores(logits.clone(), positions, windows)[:, self.VOCABULARY]
+        actual = restricted.scores(self.restricted_logits(logits), positions, windows)
+        assert torch.equal(actual[:, :-1], expected)
+        assert (actual[:, -1] == -math.inf).all()
+        assert (actual[:, [2, 4]] == -math.inf).all()  # 7 and 21
+        assert (actual[:, [0, 1, 3, 5, 6]] > -math.inf).all()
+
+    def test_the_penalty_reaches_only_the_tokens_of_the_window(self):
+        restricted = sampler(W=4, theta=2.0, temperature=0.0).restricted_to(torch.tensor([3, 6, 8]), 10)
+        windows = torch.tensor([[1, 6, 9, 6], [0, 1, 2, 4]])
+        processed = restricted.process(torch.tensor([[4.0, 4.0, -4.0, 4.0]] * 2), windows)
+        assert processed.tolist() == [[4.0, 2.0, -4.0, -math.inf], [4.0, 4.0, -4.0, -math.inf]]
+
+    def test_it_ranks_ids_of_tokens_and_never_the_column_of_the_others(self):
+        restricted = sampler(temperature=0.0).restricted_to(torch.tensor([3, 6, 8]), 10)
+        logits = torch.tensor([[1.0, 2.0, 4.0, 8.0]]).log()
+        (candidates,) = restricted.rank(logits, torch.tensor([4]), NO_WINDOW, width=9)
+        assert [token for token, _ in candidates] == [8, 6, 3]
+        assert [share for _, share in candidates] == pytest.approx([4 / 7, 2 / 7, 1 / 7])
+
+    @pytest.mark.parametrize("settings", [*FILTERS.values(), {"temperature": 0.0}])
+    def test_over_all_tokens_it_ranks_as_the_whole_one_does(self, settings: Settings):
+        whole = sampler(W=6, theta=1.2, **settings)
+        restricted = whole.restricted_to(torch.arange(VOCAB_SIZE), VOCAB_SIZE)
+        windows = torch.randint(VOCAB_SIZE, (30, 6), generator=torch.Generator().manual_seed(2))
+        logits, positions = random_logits(30), torch.arange(30)
+        expected = whole.rank(logits.clone(), positions, windows, 4)
+        wider = torch.cat([logits, torch.full((30, 1), 50.0)], dim=1)
+        assert restricted.rank(wider, positions, windows, 4) == expected
+
+    def test_the_whole_sampler_stays_as_it_was(self):
+        whole = Sampler(SamplerSettings(temperature=0.0), 5, 4, 2.0, suppressed=[7])
+        whole.restricted_to(self.VOCABULARY, VOCAB_SIZE)
+        logits = random_logits(1)
+        expected = logits.clone()
+        expected[0, 7] = -math.inf
+        expected[0, 2] = expected[0, 2] / 2 if expected[0, 2] > 0 else expected[0, 2] * 2
+        assert torch.equal(whole.process(logits, torch.tensor([[2, 2]])), expected)

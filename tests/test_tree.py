@@ -14,9 +14,9 @@ from swiftgen.tree import DraftTree
 def small_tree() -> DraftTree:
     """Root 9 with the drafts 5-6-7, 5-8 and 6-7; nodes 1 to 6 in this order."""
     tree = DraftTree(9, max_depth=3)
-    tree.add_path(0, [5, 6, 7], "base")
-    tree.add_path(0, [5, 8], "ngram")
-    tree.add_path(0, [6, 7], "ngram", rank=2)
+    tree.add_path(0, [5, 6, 7], "base", 0.75)
+    tree.add_path(0, [5, 8], "ngram", 0.25)
+    tree.add_path(0, [6, 7], "ngram", 0.125)
     return tree
 
 
@@ -32,6 +32,7 @@ def test_a_new_tree_is_the_bare_root():
     tree = DraftTree(9, max_depth=3)
     assert (len(tree), tree.depth) == (1, 0)
     assert (tree.tokens, tree.parents, tree.depths, tree.sources) == ([9], [-1], [0], ["root"])
+    assert tree.chances == [1.0]  # the root is certain
 
 
 def test_drafts_that_begin_alike_share_their_nodes():
@@ -42,12 +43,12 @@ def test_drafts_that_begin_alike_share_their_nodes():
     assert tree.depth == 3
 
 
-def test_a_shared_node_keeps_its_first_source_and_rank():
+def test_a_shared_node_keeps_its_first_source_and_chance():
     tree = small_tree()
     assert tree.sources == ["root", "base", "base", "base", "ngram", "ngram", "ngram"]
-    assert tree.ranks == [0, 0, 0, 0, 0, 2, 2]
-    assert tree.add(0, 5, "heads", rank=7) == 1
-    assert (tree.sources[1], tree.ranks[1], len(tree)) == ("base", 0, 7)
+    assert tree.chances == [1.0, 0.75, 0.75, 0.75, 0.25, 0.125, 0.125]
+    assert tree.add(0, 5, "heads", 0.9) == 1
+    assert (tree.sources[1], tree.chances[1], len(tree)) == ("base", 0.75, 7)
 
 
 def test_the_same_token_below_different_parents_is_different_nodes():
@@ -122,7 +123,7 @@ def test_a_kept_subtree_is_renumbered():
     assert kept.parents == [-1, 0, 1, 0, 3]
     assert kept.depths == [0, 1, 2, 1, 2]
     assert kept.sources == ["root", "base", "ngram", "ngram", "ngram"]
-    assert kept.ranks == [0, 0, 0, 2, 2]
+    assert kept.chances == [1.0, 0.75, 0.25, 0.125, 0.125]
     assert kept.walk([6, 0, 0, 7, 0]) == [0, 3, 4]
 
 

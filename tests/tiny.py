@@ -11,8 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from swiftgen.cache import FullCache
 from swiftgen.decode import StepEvent, decode
+from swiftgen.drafters.heads import ReadyHeads
 from swiftgen.exactness import choose_pass_sizes
-from swiftgen.heads import LinearHeads
+from swiftgen.heads import DraftHeads, new_heads
 from swiftgen.planner import Planner
 from swiftgen.presets import SamplerSettings
 from swiftgen.sampling import Sampler
@@ -21,10 +22,15 @@ from swiftgen.target import Target
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 VOCAB_SIZE = 97
 HIDDEN_SIZE = 48
+DRAFT_VOCABULARY = torch.arange(0, VOCAB_SIZE, 2)
+"""Tokens that heads of a smaller vocabulary can draft."""
 
 
 def tiny_model(
-    family: str = "llama", dtype: torch.dtype = torch.float32, vocab_size: int = VOCAB_SIZE
+    family: str = "llama",
+    dtype: torch.dtype = torch.float32,
+    vocab_size: int = VOCAB_SIZE,
+    tied: bool = False,
 ) -> PreTrainedModel:
     """A random model, sharp enough that its samples vary with the context."""
     config = AutoConfig.for_model(
@@ -37,7 +43,7 @@ def tiny_model(
         num_key_value_heads=2,
         head_dim=8,
         max_position_embeddings=1024,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         sliding_window=None,
         initializer_range=0.2,
     )
@@ -55,13 +61,24 @@ def tiny_target(family: str = "llama", dtype: torch.dtype = torch.float32) -> Ta
     return target
 
 
-def random_heads() -> LinearHeads:
-    """Three heads that disagree with the base."""
+def random_heads(kind: str, vocabulary: Tensor | None = None, num_heads: int = 3) -> DraftHeads:
+    """Heads that disagree with the base."""
     torch.manual_seed(1)
-    heads = LinearHeads(HIDDEN_SIZE, 3)
+    options = {"width": 32} if kind == "recurrent" else {}
+    heads = new_heads(kind, HIDDEN_SIZE, num_heads, 1e-6, vocabulary=vocabulary, **options)
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return heads.requires_grad_(False)
+
+
+def ready_heads(
+    heads: DraftHeads | str, family: str = "llama", dtype: torch.dtype = torch.float32
+) -> ReadyHeads:
+    """Heads, or random ones of a kind, ready to draft for the tiny model of a family."""
+    if isinstance(heads, str):
+        heads = random_heads(heads)
+    model = tiny_model(family, dtype)
+    return ReadyHeads(heads, model.get_input_embeddings(), model.get_output_embeddings())
 
 
 def new_cache(target: Target, num_tokens: int) -> FullCache:
@@ -123,4 +140,4 @@ def sampler(seed: int = 3, W: int = 20, theta: float = 1.0, **settings: float) -
 
 
 def ar_planner(target: Target) -> Planner:
-    return Planner(None, None, target.pass_sizes, measured=True)
+    return Planner([[]], target.pass_sizes, measured=True)

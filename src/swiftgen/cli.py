@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from swiftgen.cli_heads import heads_app, train_heads
 from swiftgen.errors import SwiftgenError
 from swiftgen.stdout import ReaderGone
 
@@ -29,6 +30,10 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+app.command("train-heads")(train_heads)
+app.add_typer(heads_app, name="heads")
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -164,7 +169,7 @@ def write(
         str | None,
         typer.Option(
             metavar="HOW",
-            help="none (plain decoding), auto, paper, ngram or self: changes the speed, never the text.",
+            help="none (plain decoding), auto, paper, heads, ngram or self: changes speed, never the text.",
             rich_help_panel=_DRAFT,
         ),
     ] = None,
@@ -221,7 +226,7 @@ def write(
     return write_document(
         WriteRequest(
             preset=preset,
-            overrides=_overrides(settings or [], flags),
+            overrides=overrides_of(settings or [], flags),
             prompt=prompt,
             prompt_file=prompt_file,
             prompt_from_stdin=stdin == "-",
@@ -260,7 +265,7 @@ def presets(
         typer.echo(f"{info.name:<{width}}  {info.description}")
 
 
-def _overrides(settings: list[str], flags: dict[str, Any]) -> dict[str, Any]:
+def overrides_of(settings: list[str], flags: dict[str, Any]) -> dict[str, Any]:
     """Preset overrides from --set and from the flags that stand for a setting."""
     from swiftgen.presets import parse_override
 

@@ -16,7 +16,7 @@ from swiftgen.cache import BLOCK_TOKENS, FullCache
 from swiftgen.drafters.base import Committed
 from swiftgen.planner import Planner
 from swiftgen.sampling import History, Sampler
-from swiftgen.target import Target
+from swiftgen.target import PassOutput, Target
 from swiftgen.tree import DraftTree
 
 
@@ -74,7 +74,7 @@ def decode(
     history = History(len(prompt_ids) + num_tokens)
     history.extend(prompt_ids)
     prefill = target.prefill(prompt_ids[:-1], cache, on_prefill)
-    planner.read(Committed(prompt_ids, cache, 0, prefill.queries_at(-1) if prefill else ()))
+    planner.read(_committed(prompt_ids, cache, 0, prefill, -1))
 
     num_left = num_tokens
     while num_left:
@@ -97,7 +97,7 @@ def decode(
         token_ids, stop_reason = _cut(token_ids, num_left, stop_token_ids)
         num_left = 0 if stop_reason else num_left - len(token_ids)
         history.extend(token_ids)
-        committed = Committed(token_ids, cache, position, output.queries_at(path[-1]))
+        committed = _committed(token_ids, cache, position, output, path[-1])
         planner.observe(tree, path, time.perf_counter() - begin_s, committed)
         yield StepEvent(
             token_ids=tuple(token_ids),
@@ -111,6 +111,15 @@ def decode(
             sample_s=time.perf_counter() - verified_s,
             stop_reason=stop_reason,
         )
+
+
+def _committed(
+    token_ids: Sequence[int], cache: FullCache, begin: int, output: PassOutput | None, row: int
+) -> Committed:
+    """What a pass has added, whose last kept row is `row`; no pass was needed for a prompt of one token."""
+    if output is None:
+        return Committed(token_ids, cache, begin, (), None)
+    return Committed(token_ids, cache, begin, output.queries_at(row), output.hidden[row])
 
 
 def _cut(

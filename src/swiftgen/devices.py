@@ -58,6 +58,13 @@ def free_bytes(device: torch.device) -> int:
     return min([int(psutil.virtual_memory().available), *_cgroup_free_bytes()])
 
 
+def used_bytes(device: torch.device) -> int:
+    """Memory this process has taken: of the GPU at its peak, or of this machine now."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return int(psutil.Process().memory_info().rss)
+
+
 def _cgroup_free_bytes() -> Iterator[int]:
     """What each memory cgroup above this process leaves it (container limits); version 2 and 1."""
     try:

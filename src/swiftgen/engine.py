@@ -11,14 +11,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from swiftgen.alphabets import foreign_tokens
 from swiftgen.attention import prefix_kernel
 from swiftgen.cache import BLOCK_TOKENS, FullCache, PartialCache
 from swiftgen.decode import StepEvent, decode
+from swiftgen.drafters.base import Drafter
+from swiftgen.drafters.heads import HeadsDrafter, ReadyHeads
 from swiftgen.drafters.ngram import NgramDrafter
 from swiftgen.drafters.self_draft import SelfDrafter
 from swiftgen.errors import SwiftgenError
 from swiftgen.exactness import Exactness, known_exactness
-from swiftgen.heads import LinearHeads, load_heads
+from swiftgen.heads_files import check_heads, load_heads
 from swiftgen.models import (
     LoadedModel,
     check_length,
@@ -33,6 +36,10 @@ from swiftgen.presets import Preset, load_preset, num_tree_nodes
 from swiftgen.sampling import Sampler
 from swiftgen.target import Target
 from swiftgen.text import TextStream
+
+WIDTHS, BEAM, FLOOR = (4, 4, 4, 4), 4, 0.2
+"""What heads draft where the planner chooses from it: children per node, parents per level, and how likely a
+parent must be. What lies below a less likely one is hardly ever worth its row."""
 
 PrefillCallback = Callable[[int, int], None]
 
@@ -62,7 +69,7 @@ class _Ready:
 
     loaded: LoadedModel
     target: Target
-    heads: LinearHeads | None
+    heads: ReadyHeads | None
     exactness: Exactness
 
 
@@ -71,15 +78,16 @@ class Engine:
 
     Attributes:
         preset: all settings.
+        opened: its model without the weights.
         tokenizer: the model's tokenizer.
         eos_token_ids: every token that ends a text.
     """
 
     def __init__(self, preset: Preset) -> None:
         self.preset = preset
-        self._opened = open_model(preset)
-        self.tokenizer = self._opened.tokenizer
-        self.eos_token_ids = self._opened.eos_token_ids
+        self.opened = open_model(preset)
+        self.tokenizer = self.opened.tokenizer
+        self.eos_token_ids = self.opened.eos_token_ids
         self._ready: _Ready | None = None
 
     @property
@@ -126,7 +134,7 @@ class Engine:
             SwiftgenError: beyond the model's positions, not enough memory, damaged weights, heads that do
                 not fit.
         """
-        preset, opened = self.preset, self._opened
+        preset, opened = self.preset, self.opened
         total = prompt_tokens + num_tokens
         check_length(prompt_tokens, num_tokens, opened.max_positions, preset.long_context)
         stretch_to = total if preset.long_context == "yarn" else None
@@ -140,15 +148,21 @@ class Engine:
         # What can be refused is refused before minutes of loading.
         prefix_kernel(preset.model.attention, opened.device, opened.dtype)
         heads = None
+        if preset.draft == "heads" and not preset.heads:
+            raise SwiftgenError("the preset has no draft heads", "set `heads`, or draft otherwise")
         if preset.heads:
-            heads = load_heads(preset.heads, config.hidden_size, config.rms_norm_eps)
-            heads.to(opened.device, opened.dtype).requires_grad_(False)
+            heads, info = load_heads(preset.heads)
+            check_heads(heads, info, preset.heads, config.hidden_size, config.vocab_size)
         self._ready = None  # before the new weights come
         loaded = load_weights(opened, stretch_to)
+        ready_heads = None
+        if heads:
+            model = loaded.model
+            ready_heads = ReadyHeads(heads, model.get_input_embeddings(), model.get_output_embeddings())
         target = Target(loaded.model, preset.model.attention)
         exactness = known_exactness(target, loaded.fingerprint)
         target.pass_sizes = exactness.pass_sizes
-        self._ready = _Ready(loaded, target, heads, exactness)
+        self._ready = _Ready(loaded, target, ready_heads, exactness)
 
     def stream(
         self,
@@ -177,11 +191,20 @@ class Engine:
         self.prepare(len(prompt_ids), num_tokens)
         return self._decode(prompt_ids, num_tokens, seed, on_prefill)
 
+    def sampler(self, seed: int) -> Sampler:
+        """The preset's sampler.
+
+        Raises:
+            SwiftgenError: if the preset suppresses tokens the model does not have.
+        """
+        preset = self.preset
+        return Sampler(preset.sampler, seed, preset.W, preset.theta, self._suppressed_ids())
+
     def _decode(
         self, prompt_ids: list[int], num_tokens: int, seed: int, on_prefill: PrefillCallback | None
     ) -> Iterator[StepEvent]:
         preset, target = self.preset, self._prepared.target
-        sampler = Sampler(preset.sampler, seed, preset.W, preset.theta, self._suppressed_ids())
+        sampler = self.sampler(seed)
         cache = FullCache(target.cache_shape, len(prompt_ids) + num_tokens + self._max_tree_rows())
         total = len(prompt_ids) - 1
         events = decode(
@@ -202,9 +225,14 @@ class Engine:
             yield replace(event, text=written)
 
     def _planner(self, sampler: Sampler, seed: int, capacity: int) -> Planner:
-        """The preset's way to draft: none, paper, ngram, self or auto."""
-        preset, target, mode = self.preset, self._prepared.target, self.preset.draft
-        self_drafter = ngram_drafter = None
+        """The preset's way to draft: none, paper, heads, ngram, self, or whatever is fastest."""
+        preset, target, heads = self.preset, self._prepared.target, self._prepared.heads
+        mode = preset.draft
+        beam, floor = (None, 0.0) if mode == "paper" else (BEAM, FLOOR)
+        shape = preset.tree if mode == "paper" else (preset.tree[0], *WIDTHS)
+        by_pass: list[Drafter] = []
+        by_heads: list[Drafter] = []
+        by_ngrams: list[Drafter] = []
         if mode in ("paper", "self", "auto"):
             partial = PartialCache(
                 target.cache_shape,
@@ -212,20 +240,32 @@ class Engine:
                 preset.sink,
                 by_importance=preset.refresh == "importance",
             )
-            self_drafter = SelfDrafter(target, sampler, partial, self._prepared.heads, preset.tree)
+            by_pass = [SelfDrafter(target, sampler, partial, heads, shape, beam, floor)]
+        if mode in ("heads", "auto") and heads is not None:
+            by_heads = [HeadsDrafter(target, sampler, heads, WIDTHS, beam, floor)]
         if mode in ("paper", "ngram", "auto") and preset.k:
-            ngram_drafter = NgramDrafter(preset.ngram, preset.k, seed, below_root=mode != "paper")
-        return Planner(self_drafter, ngram_drafter, target.pass_sizes, measured=mode != "paper")
+            by_ngrams = [NgramDrafter(preset.ngram, preset.k, seed, below_root=mode != "paper")]
+        ways: dict[str, list[list[Drafter]]] = {
+            "none": [[]],
+            "paper": [by_pass + by_ngrams],
+            "ngram": [by_ngrams],
+            "heads": [by_heads, []],
+            "self": [by_pass, []],
+            "auto": [by_heads + by_ngrams, by_pass + by_ngrams, by_ngrams][0 if by_heads else 1 :],
+        }
+        pass_seconds = self._prepared.exactness.pass_seconds
+        return Planner(ways[mode], target.pass_sizes, mode != "paper", pass_seconds)
 
     def _max_tree_rows(self) -> int:
         """Room behind the text for the largest tree, padding included."""
         preset = self.preset
-        drafted = num_tree_nodes(preset.tree) + preset.tree[0] * preset.k * (preset.ngram - 1)
+        by_heads = max(num_tree_nodes(preset.tree), preset.tree[0] + BEAM * sum(WIDTHS))
+        drafted = by_heads + (1 + preset.tree[0]) * preset.k * (preset.ngram - 1)
         return 1 + drafted + max(BLOCK_TOKENS, self._prepared.target.max_rows)
 
     def _suppressed_ids(self) -> set[int]:
         """Tokens that are never written: the preset's, special ones, and ids without a token."""
-        vocab_size = self._opened.config.vocab_size
+        vocab_size = self.opened.config.vocab_size
         if wrong := [i for i in self.preset.suppress if i >= vocab_size]:
             raise SwiftgenError(
                 f"suppress names token {wrong[0]}, the model has {vocab_size:,}",
@@ -233,7 +273,8 @@ class Engine:
             )
         special = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         unused = range(len(self.tokenizer), vocab_size)
-        suppressed = {*self.preset.suppress, *special, *unused, *self.eos_token_ids}
+        foreign = foreign_tokens(self.tokenizer, self.preset.alphabet)
+        suppressed = {*self.preset.suppress, *special, *unused, *foreign, *self.eos_token_ids}
         if self.preset.eos == "stop":
             suppressed -= set(self.eos_token_ids)
         return {i for i in suppressed if i < vocab_size}

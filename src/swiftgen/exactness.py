@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import platform
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
@@ -32,6 +33,7 @@ _NUM_PROBES = 16
 _NUM_ALONE = 3
 _CONTEXT_TOKENS = 9 * BLOCK_TOKENS + 37  # long enough for a split prefix, with a tail
 _PREFERRED_FIXED_SIZE = 8
+_NUM_TIMED = 3
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,12 @@ class Exactness:
     Args:
         pass_sizes: Sizes a pass may use, ascending.
         lossless: Whether rows at these sizes agree bit for bit.
+        pass_seconds: What a pass of each size took, for the planner to begin with.
     """
 
     pass_sizes: tuple[int, ...]
     lossless: bool
+    pass_seconds: tuple[float, ...]
 
     def __str__(self) -> str:
         sizes = ", ".join(map(str, self.pass_sizes))
@@ -66,7 +70,11 @@ def known_exactness(target: Target, fingerprint: str) -> Exactness:
     file = cache_folder() / "exactness" / f"{hashlib.sha256(described.encode()).hexdigest()[:32]}.json"
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
-        return Exactness(tuple(map(int, kept["pass_sizes"])), bool(kept["lossless"]))
+        return Exactness(
+            tuple(map(int, kept["pass_sizes"])),
+            bool(kept["lossless"]),
+            tuple(map(float, kept["pass_seconds"])),
+        )
     except (OSError, ValueError, KeyError, TypeError):
         pass  # not measured yet, or the file is damaged
     found = choose_pass_sizes(target)
@@ -92,7 +100,19 @@ def choose_pass_sizes(target: Target) -> Exactness:
     sound = [size for size, found in results.items() if all(_same(a, b) for a, b in combinations(found, 2))]
     groups = [[b for b in sound if _same(results[a][1], results[b][1])] for a in sound]
     best = max(groups, key=lambda sizes: (len(sizes), _PREFERRED_FIXED_SIZE in sizes), default=[])
-    return Exactness(tuple(best) or (_PREFERRED_FIXED_SIZE,), lossless=bool(best))
+    sizes = tuple(best) or (_PREFERRED_FIXED_SIZE,)
+    return Exactness(sizes, bool(best), tuple(_pass_seconds(target, size, cache) for size in sizes))
+
+
+def _pass_seconds(target: Target, size: int, cache: FullCache) -> float:
+    """The shortest of a few passes; anything longer is the doing of other programs."""
+    seconds = []
+    for _ in range(_NUM_TIMED):
+        begin = time.perf_counter()
+        # Reading a value waits for the device.
+        target.logits(target.forward(DraftTree(0, 0), cache.length, cache, size).hidden, size)[0, 0].item()
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)
 
 
 Results = dict[int, list[Tensor]]

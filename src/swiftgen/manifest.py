@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,7 +14,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, JsonValue, Val
 from swiftgen import __version__ as swiftgen_version
 from swiftgen.errors import SwiftgenError
 from swiftgen.preset_files import dump_yaml
-from swiftgen.storage import sync_folder, write_synced
+from swiftgen.storage import replace_file
 
 MANIFEST_NAME = "run.yaml"
 COMPLETE_REASONS = ("length", "eos")
@@ -84,16 +82,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     Raises:
         OSError: the file cannot be written; the old one is still there.
     """
-    target = folder / MANIFEST_NAME
-    temporary = folder / f"{MANIFEST_NAME}.new"
-    try:
-        write_synced(temporary, (_HEADER + dump_yaml(manifest.model_dump())).encode("utf-8"))
-        os.replace(temporary, target)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
-    sync_folder(folder)
+    data = (_HEADER + dump_yaml(manifest.model_dump())).encode("utf-8")
+    replace_file(folder / MANIFEST_NAME, lambda temporary: temporary.write_bytes(data))
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -1,45 +1,54 @@
-"""Which tree to verify: acceptance estimates, pass costs, and the choice between them.
+"""What to draft and which tree to verify: acceptance estimates, pass costs, and the choice between them.
 
 The paper's plan is fixed: a draft pass every step, the tree shape and k n-grams, all verified. The other
-plans measure. Every candidate has an estimated chance to be accepted (by source, depth and rank), every
-pass size a measured time; the tree kept is the one with the most expected tokens per second, which may be
-the bare root: plain AR. None of this changes the text.
+plans measure. Of the ways to draft that are there (heads, a draft pass, n-grams only), each step takes the
+one that has written the most tokens per second. Every candidate has an estimated chance to be accepted,
+every pass size a measured time; the tree kept is the one with the most expected tokens per second, which
+may be the bare root: plain AR. None of this changes the text.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from swiftgen.drafters.base import Committed
-from swiftgen.drafters.ngram import NgramDrafter
-from swiftgen.drafters.self_draft import SelfDrafter
+from swiftgen.drafters.base import Committed, Drafter
 from swiftgen.sampling import History
 from swiftgen.tree import DraftTree
 
-PROBE_EVERY_STEPS = 1024
-"""A plan that does not pay is tried again at every power of two of steps, and at least this often."""
-_RANKS = 4  # candidates of this rank and below share an estimate
+PROBE_STEPS = 8
+"""A way to draft that is not the fastest is tried for so many steps ..."""
+FIRST_PROBE, LAST_PROBE = 32, 2048
+"""... first after the smaller number of steps, then after twice as many each time, up to the larger."""
+_NEAR = 0.85  # a way this near to the fastest is tried at the first interval again
 _MEMORY = 0.03  # weight of the newest outcome in an acceptance estimate
 _TIME_MEMORY = 0.1
-_PRIOR = {"base": 0.7, "heads": 0.15, "ngram": 0.1}
+_RATE_MEMORY = 0.02
+_OUTLIER = 2.0  # a step this much slower than expected says more about the machine than about the pass
+_FORGETTING = 0.002  # per step, of the cost of a size that is not used
 
 
 class AcceptanceEstimates:
-    """Chance that a drafted token is the target's pick, given that its parent was."""
+    """Chance that a drafted token is the target's pick, given that its parent was.
+
+    Candidates of the same source and depth that their drafter thinks about equally likely share an
+    estimate, which begins with what the drafter thinks.
+    """
 
     def __init__(self) -> None:
         self._estimates: dict[tuple[str, int, int], float] = {}
 
-    def chance(self, source: str, depth: int, rank: int) -> float:
-        """Estimate in (0, 1)."""
-        return self._estimates.get((source, depth, min(rank, _RANKS)), _PRIOR[source] / (1 + rank))
+    def chance(self, source: str, depth: int, drafted: float) -> float:
+        """Estimate for a candidate that its drafter gives the chance `drafted`."""
+        return self._estimates.get((source, depth, _grade(drafted)), drafted)
 
     def chances(self, tree: DraftTree) -> list[float]:
         """Chance of each node to be on the accepted path; the root is certain."""
         chances = [1.0]
         for node in range(1, len(tree)):
-            own = self.chance(tree.sources[node], tree.depths[node], tree.ranks[node])
+            own = self.chance(tree.sources[node], tree.depths[node], tree.chances[node])
             chances.append(chances[tree.parents[node]] * own)
         return chances
 
@@ -48,97 +57,154 @@ class AcceptanceEstimates:
         accepted = set(path)
         for node in path:
             for child in tree.children(node):
-                key = tree.sources[child], tree.depths[child], min(tree.ranks[child], _RANKS)
-                before = self.chance(*key)
+                key = tree.sources[child], tree.depths[child], _grade(tree.chances[child])
+                before = self._estimates.get(key, tree.chances[child])
                 self._estimates[key] = before + _MEMORY * ((child in accepted) - before)
 
 
+def _grade(chance: float) -> int:
+    """Chances by their odds, a factor of two each; all above 64:1 and below 1:64 are alike."""
+    odds = chance / max(1.0 - chance, 1e-9)
+    return round(min(6.0, max(-6.0, math.log2(max(odds, 1e-9)))))
+
+
 class PassCosts:
-    """Seconds a step takes by its pass size, as measured so far.
+    """Seconds of a verify pass with all that follows it, by pass size.
 
     Args:
-        pass_sizes: Ascending. An untried size is taken to cost what the next smaller one does.
+        pass_sizes: Ascending. An untried size is taken to cost what the next smaller one does, times what it
+            was found to cost more before, and the cost of a size that is not used falls slowly towards that,
+            so that no size is given up for good.
+        before: Seconds of a pass of each size, measured before; empty if unknown.
     """
 
-    def __init__(self, pass_sizes: Sequence[int]) -> None:
+    def __init__(self, pass_sizes: Sequence[int], before: Sequence[float] = ()) -> None:
         self._sizes = pass_sizes
+        self._before = dict(zip(pass_sizes, before or [1.0] * len(pass_sizes), strict=True))
         self._seconds: dict[int, float] = {}
 
     def seconds(self, size: int) -> float:
-        """Estimate for a size; 1 before anything was measured."""
-        known = [s for s in self._sizes if s in self._seconds and s <= size]
-        if known:
-            return self._seconds[known[-1]]
-        return min(self._seconds.values(), default=1.0)
+        """Estimate for a size."""
+        tried = [s for s in self._sizes if s in self._seconds]
+        if not tried:
+            return self._before[size]
+        near = next((s for s in reversed(tried) if s <= size), tried[0])
+        return self._seconds[near] * self._before[size] / self._before[near]
 
     def observe(self, size: int, seconds: float) -> None:
         """Learn from a step. The first measurement of a size is taken as it is."""
+        for other, known in zip(self._sizes, self._sizes[1:], strict=False):
+            if known != size and known in self._seconds:
+                expected = self.seconds(other) * self._before[known] / self._before[other]
+                excess = self._seconds[known] - expected
+                self._seconds[known] -= _FORGETTING * max(0.0, excess)
         before = self._seconds.get(size, seconds)
-        self._seconds[size] = before + _TIME_MEMORY * (seconds - before)
+        self._seconds[size] = before + _TIME_MEMORY * (min(seconds, _OUTLIER * before) - before)
+
+
+@dataclass
+class _Way:
+    """A way to draft, how fast it has been, and when it is tried again."""
+
+    drafters: Sequence[Drafter]
+    tokens: float = 0.0
+    seconds: float = 0.0
+    weight: float = 0.0
+    next_interval: int = FIRST_PROBE
+    steps_to_probe: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second; infinite before it was tried."""
+        return self.tokens / self.seconds if self.seconds else math.inf
+
+    def wait(self, is_near: bool) -> None:
+        """Set the time of the next trial; it comes soon if the way is near the fastest."""
+        if is_near:
+            self.next_interval = FIRST_PROBE
+        self.steps_to_probe = self.next_interval
+        self.next_interval = min(LAST_PROBE, 2 * self.next_interval)
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Learn from a step."""
+        self.weight += 1.0
+        memory = max(_RATE_MEMORY, 1.0 / self.weight)
+        if self.seconds:
+            seconds = min(seconds, 2 * _OUTLIER * self.seconds)
+        self.tokens += memory * (num_tokens - self.tokens)
+        self.seconds += memory * (seconds - self.seconds)
 
 
 class Planner:
     """Drafts one tree a step.
 
     Args:
-        self_drafter, ngram_drafter: None leaves the source out; without both, every step is plain AR.
+        ways: The ways to draft, each the drafters that fill a tree in this order. An empty way is plain AR.
         pass_sizes: Sizes the target may use, ascending.
-        measured: False verifies everything that was drafted, as the paper does.
+        measured: False verifies everything the first way drafts, as the paper does.
+        pass_seconds: What a pass of each size took before; empty if unknown.
     """
 
     def __init__(
         self,
-        self_drafter: SelfDrafter | None,
-        ngram_drafter: NgramDrafter | None,
+        ways: Sequence[Sequence[Drafter]],
         pass_sizes: Sequence[int],
         measured: bool,
+        pass_seconds: Sequence[float] = (),
     ) -> None:
-        self._self_drafter = self_drafter
-        self._ngram_drafter = ngram_drafter
+        self._ways = [_Way(drafters) for drafters in ways]
+        self._drafters = list({id(drafter): drafter for way in ways for drafter in way}.values())
         self._pass_sizes = pass_sizes
         self._measured = measured
         self._acceptance = AcceptanceEstimates()
-        self._costs = PassCosts(pass_sizes)
-        self._draft_pass_s = 0.0
-        self._rates = {True: 0.0, False: 0.0}  # tokens/s with and without a draft pass
-        self._num_steps = 0
-        self._with_draft_pass = False
+        self._costs = PassCosts(pass_sizes, pass_seconds)
+        self._way, self._steps_left = self._ways[0], 0
+        self._draft_s = 0.0
 
     def draft(self, tree: DraftTree, history: History) -> DraftTree:
         """Fill the tree with drafts and keep what is worth verifying."""
-        self._with_draft_pass = self._self_drafter is not None and self._draft_pass_pays()
-        if self._with_draft_pass and self._self_drafter:
-            begin = time.perf_counter()
-            self._self_drafter.propose(tree, history)
-            self._draft_pass_s = time.perf_counter() - begin
-        if self._ngram_drafter:
-            self._ngram_drafter.propose(tree, history)
+        self._choose_way()
+        begin = time.perf_counter()
+        for drafter in self._way.drafters:
+            drafter.propose(tree, history)
+        self._draft_s = time.perf_counter() - begin
         return self._best_subtree(tree) if self._measured else tree
 
     def read(self, committed: Committed) -> None:
         """Show new text, at first the prompt, to the drafters."""
-        for drafter in (self._self_drafter, self._ngram_drafter):
-            if drafter:
-                drafter.observe(committed)
+        for drafter in self._drafters:
+            drafter.observe(committed)
 
     def observe(self, tree: DraftTree, path: Sequence[int], seconds: float, committed: Committed) -> None:
         """Learn from a step of `seconds` (drafting and verifying) whose accepted path is `path`."""
         self.read(committed)
-        self._num_steps += 1
         self._acceptance.observe(tree, path)
-        draft_s = self._draft_pass_s if self._with_draft_pass else 0.0
         size = next((s for s in self._pass_sizes if s >= len(tree)), self._pass_sizes[-1])
-        self._costs.observe(size, seconds - draft_s)
-        rate, arm = len(path) / seconds, self._with_draft_pass
-        before = self._rates[arm] or rate
-        self._rates[arm] = before + _TIME_MEMORY * (rate - before)
+        self._costs.observe(size, seconds - self._draft_s)
+        self._way.observe(len(path), seconds)
 
-    def _draft_pass_pays(self) -> bool:
-        """Whichever arm has been faster; the other one is probed now and then."""
-        if not self._measured or self._num_steps == 0 or self._self_drafter is None:
-            return True
-        faster = self._rates[True] > self._rates[False]
-        return faster != (_is_probe(self._num_steps) or _is_probe(self._num_steps - 1))
+    def _choose_way(self) -> None:
+        """Whichever way has been fastest; the others are tried for a few steps now and then."""
+        if len(self._ways) == 1 or not self._measured:
+            return
+        if self._steps_left:
+            self._steps_left -= 1
+            return
+        fastest = max(self._ways, key=lambda way: (way.rate, -len(way.drafters)))
+        if self._way is not fastest and self._way.seconds:  # a trial has ended, or a way has been overtaken
+            self._way.wait(is_near=self._way.rate > _NEAR * fastest.rate)
+        self._way = fastest
+        if fastest.rate == math.inf:
+            self._steps_left = PROBE_STEPS - 1
+            return
+        for way in self._ways:
+            way.steps_to_probe -= 1
+            if way is not fastest and way.steps_to_probe <= 0:
+                self._way, self._steps_left = way, PROBE_STEPS - 1
+                way.weight = min(
+                    way.weight, PROBE_STEPS
+                )  # what it did long ago counts no more than this trial
+                return
 
     def _best_subtree(self, tree: DraftTree) -> DraftTree:
         """The likeliest nodes, as many as give the most expected tokens per second."""
@@ -148,13 +214,9 @@ class Planner:
         for size in self._pass_sizes:
             expected += sum(chances[node] for node in order[done:size])
             done = min(size, len(tree))
-            rate = expected / self._costs.seconds(size)
+            rate = expected / (self._draft_s + self._costs.seconds(size))
             if rate > best_rate:
                 best_rate, best_count = rate, done
             if done == len(tree):
                 break
         return tree.keep(order[:best_count])
-
-
-def _is_probe(num_steps: int) -> bool:
-    return num_steps % PROBE_EVERY_STEPS == 0 or num_steps.bit_count() == 1

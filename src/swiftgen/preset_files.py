@@ -25,10 +25,11 @@ _YAML_12_FLOAT = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$
 
 @dataclass(frozen=True)
 class Entry:
-    """A value from a preset file and where it was written, e.g. "mine.yaml, line 3"."""
+    """A value from a preset file, where it was written, e.g. "mine.yaml, line 3", and the file's folder."""
 
     value: Any
     where: str
+    folder: Path | None = None
 
 
 class _Loader(yaml.SafeLoader):
@@ -165,7 +166,8 @@ def _flatten(
         if isinstance(value, dict) and prefix.count(".") < 2:
             yield from _flatten(value, value_node, path, prefix=f"{prefix}{key}.")
         else:
-            yield prefix + key, Entry(value, f"{path}, line {key_node.start_mark.line + 1}")
+            where = f"{path}, line {key_node.start_mark.line + 1}"
+            yield prefix + key, Entry(value, where, path.parent)
 
 
 def _line_of(error: Exception) -> str:

@@ -10,7 +10,7 @@ Nothing here imports torch or transformers, so that `swiftgen --help` and `swift
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -83,9 +83,9 @@ class Preset(_Strict):
     name: str = _setting("unnamed", "text", min_length=1)
     description: str = _setting("", "text")
     model: ModelSettings
-    heads: str | None = _setting(None, "a folder or file of draft heads, or null")
-    draft: Literal["auto", "none", "paper", "ngram", "self"] = _setting(
-        "auto", "auto, none, paper, ngram or self"
+    heads: str | None = _setting(None, "a folder or file of draft heads, a hub id, or null")
+    draft: Literal["auto", "none", "paper", "heads", "ngram", "self"] = _setting(
+        "auto", "auto, none, paper, heads, ngram or self"
     )
     k: int = _setting(20, "a whole number, 0 (off) or more", ge=0)
     ngram: int = _setting(4, "a whole number from 2 to 8", ge=2, le=8)
@@ -99,6 +99,7 @@ class Preset(_Strict):
     refresh: Literal["importance", "recent"] = _setting("importance", "importance or recent")
     sampler: SamplerSettings = Field(default_factory=SamplerSettings)
     eos: Literal["ignore", "stop"] = _setting("ignore", "ignore or stop")
+    alphabet: Literal["any", "latin"] = _setting("any", "any or latin")
     suppress: TokenIds = _setting((), "a list of token ids, 0 or more")
     chat: bool = _setting(False, "true or false")
     system: str | None = _setting(None, "text or null")
@@ -158,6 +159,8 @@ def load_preset(name_or_path: str | Path | None = None, overrides: Mapping[str, 
     entries = read_chain(path, known)
     for key, entry in entries.items():
         _check_key(key, entry.where)
+    if "heads" in entries:
+        entries["heads"] = _beside_the_preset(entries["heads"])
     _validate(entries)  # on its own first, so that a mistake in the file is reported with its line
     for key, value in (overrides or {}).items():
         _check_key(key, where="")
@@ -201,6 +204,14 @@ def list_presets() -> list[PresetInfo]:
 def preset_yaml(preset: Preset) -> str:
     """The resolved preset as YAML; loading it gives an equal preset."""
     return dump_yaml(preset.model_dump(mode="json"))
+
+
+def _beside_the_preset(entry: Entry) -> Entry:
+    """Heads that a preset file names by a path that starts at its own folder, by their full path."""
+    if entry.folder is None or not isinstance(entry.value, str) or not entry.value:
+        return entry
+    path = entry.folder / entry.value
+    return replace(entry, value=str(path)) if path.exists() else entry
 
 
 @cache

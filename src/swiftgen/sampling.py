@@ -10,9 +10,10 @@ min-p, eta. Everything is computed per row and never across rows.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 NEG_INF = float("-inf")
 _TOP_P_CANDIDATES = 1024
+_CONFIDENCE_WIDTH = 8  # candidates that share the confidence of a draft
 
 # Multipliers of splitmix64 (Steele et al. 2014) as signed 64-bit integers; products wrap.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -56,6 +58,18 @@ def keyed_gumbel(seed: int, positions: Tensor, token_ids: Tensor) -> Tensor:
     return -torch.log(-torch.log(uniform))
 
 
+class Candidate(NamedTuple):
+    """A drafted token.
+
+    Args:
+        token: Its id.
+        confidence: Its share among the candidates, noise included: 1 where nothing comes near it.
+    """
+
+    token: int
+    confidence: float
+
+
 class History:
     """All token ids so far, prompt included, and the penalty windows of tree nodes.
 
@@ -81,21 +95,22 @@ class History:
         last: list[int] = self._ids[max(0, self._length - num_tokens) : self._length].tolist()
         return last
 
-    def windows(self, tree: DraftTree, num_tokens: int) -> Tensor:
-        """The last `num_tokens` tokens as seen from each node, its path included.
+    def windows(self, tree: DraftTree, num_tokens: int, nodes: Sequence[int] | None = None) -> Tensor:
+        """The last `num_tokens` tokens as seen from some nodes (None: from all), their paths included.
 
         Returns:
             int64, one row a node; a window shorter than the longest repeats the node's own token.
         """
-        depths = np.array(tree.depths)
-        own = np.array(tree.tokens)[:, None]  # the last token of a node's window, so always in it
-        paths = np.repeat(own, tree.depth, axis=1)
-        for node in range(1, len(tree)):
-            depth = depths[node]
-            paths[node, : depth - 1] = paths[tree.parents[node], : depth - 1]
-            paths[node, depth - 1] = tree.tokens[node]
+        nodes = range(len(tree)) if nodes is None else nodes
+        depths = np.array([tree.depths[node] for node in nodes])
+        # The last token of a node's window, so always in it.
+        own = np.array([tree.tokens[node] for node in nodes])[:, None]
+        paths = np.repeat(own, depths.max(), axis=1)
+        for row, node in enumerate(nodes):
+            path = tree.path(node)[1:]
+            paths[row, : len(path)] = [tree.tokens[step] for step in path]
         base = self._ids[max(0, self._length - num_tokens) : self._length]
-        both = np.concatenate([np.broadcast_to(base, (len(tree), len(base))), paths], axis=1)
+        both = np.concatenate([np.broadcast_to(base, (len(nodes), len(base))), paths], axis=1)
         # A node at depth d sees d path tokens, so the oldest d of a full window have left it.
         overflow = np.maximum(0, len(base) + depths - num_tokens)
         left = np.arange(both.shape[1]) < overflow[:, None]
@@ -118,6 +133,24 @@ class Sampler:
         self.W = W if theta != 1.0 else 0
         self.theta = theta
         self._suppressed = torch.tensor(sorted(set(suppressed)), dtype=torch.int64)
+        self._vocabulary: Tensor | None = None
+        self._columns: Tensor | None = None
+
+    def restricted_to(self, vocabulary: Tensor, vocab_size: int) -> Sampler:
+        """The same sampler for logits over a few tokens only, to rank drafts.
+
+        Args:
+            vocabulary: int64 `[V]`, the token of each column. One more column follows, which stands for all
+                other tokens and is never chosen.
+        """
+        restricted = copy.copy(self)
+        restricted._vocabulary = vocabulary
+        restricted._columns = torch.full((vocab_size,), len(vocabulary), device=vocabulary.device)
+        restricted._columns[vocabulary] = torch.arange(len(vocabulary), device=vocabulary.device)
+        others = torch.tensor([len(vocabulary)], device=vocabulary.device)
+        suppressed = restricted._columns[self._suppressed.to(vocabulary.device)]
+        restricted._suppressed = torch.cat([suppressed, others]).unique()
+        return restricted
 
     @torch.inference_mode()
     def pick(self, logits: Tensor, positions: Tensor, windows: Tensor) -> list[int]:
@@ -132,12 +165,17 @@ class Sampler:
         return picks
 
     @torch.inference_mode()
-    def rank(self, logits: Tensor, positions: Tensor, windows: Tensor, width: int) -> list[list[int]]:
+    def rank(self, logits: Tensor, positions: Tensor, windows: Tensor, width: int) -> list[list[Candidate]]:
         """The `width` most promising tokens of each row, best first; fewer where fewer can occur."""
-        top = self.scores(logits, positions, windows).topk(width, dim=-1)
+        scores = self.scores(logits, positions, windows)
+        top = scores.topk(min(max(width, _CONFIDENCE_WIDTH), scores.shape[1]), dim=-1)
+        shares = torch.softmax(top.values, dim=-1)
+        ids = top.indices if self._vocabulary is None else _clipped(self._vocabulary, top.indices)
         return [
-            [token for token, score in zip(ids, scores, strict=True) if score > NEG_INF]
-            for ids, scores in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+            [Candidate(token, share) for token, share, score in zip(*row, strict=True) if score > NEG_INF][
+                :width
+            ]
+            for row in zip(ids.tolist(), shares.tolist(), top.values.tolist(), strict=True)
         ]
 
     def scores(self, logits: Tensor, positions: Tensor, windows: Tensor) -> Tensor:
@@ -145,17 +183,19 @@ class Sampler:
         processed = self.process(logits, windows)
         if self.settings.temperature == 0:
             return processed.double()
-        rows, ids = torch.nonzero(processed > NEG_INF, as_tuple=True)
+        rows, columns = torch.nonzero(processed > NEG_INF, as_tuple=True)
+        ids = columns if self._vocabulary is None else self._vocabulary[columns]
         noise = keyed_gumbel(self.seed, positions.to(logits.device)[rows], ids)
         scores = torch.full_like(processed, NEG_INF, dtype=torch.float64)
-        scores[rows, ids] = processed[rows, ids].double() + noise
+        scores[rows, columns] = processed[rows, columns].double() + noise
         return scores
 
     def process(self, logits: Tensor, windows: Tensor) -> Tensor:
         """Penalty, suppression, temperature and filters; float32 `[T, vocab]`, in place."""
         s = self.settings
         if self.W:
-            penalise(logits, windows.to(logits.device), self.theta)
+            windows = windows.to(logits.device)
+            penalise(logits, windows if self._columns is None else self._columns[windows], self.theta)
         if len(self._suppressed):
             logits.index_fill_(1, self._suppressed.to(logits.device), NEG_INF)
         if s.temperature == 0:
@@ -223,3 +263,8 @@ def keep_at_least(logits: Tensor, num_tokens: int) -> None:
     """Mask, in place, all but the `num_tokens` largest logits of each row (ties stay)."""
     limit = logits.topk(num_tokens, dim=-1).values[:, -1:]
     logits.masked_fill_(logits < limit, NEG_INF)
+
+
+def _clipped(vocabulary: Tensor, columns: Tensor) -> Tensor:
+    """Tokens of columns; the last column has none and is never asked for by a finite score."""
+    return vocabulary[columns.clamp(max=len(vocabulary) - 1)]

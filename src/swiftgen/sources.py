@@ -71,7 +71,7 @@ def resolve_source(model: ModelSettings) -> ResolvedSource:
         )
     if path.is_dir():
         return _folder(path, source)
-    if source.startswith((".", "/", "~")) or not _HUB_ID.fullmatch(source):
+    if not is_hub_id(source):
         raise SwiftgenError(
             f"there is no model folder {source}",
             "model.source is a folder, a .gguf file, a hub id such as Qwen/Qwen2.5-7B, or pypi:...",
@@ -192,6 +192,28 @@ def _from_hub(repo_id: str, revision: str | None) -> ResolvedSource:
     except Exception as error:  # the hub library raises a dozen kinds, and those of its HTTP client
         raise _hub_failure(repo_id, revision, error) from error
     return _hub_folder(folder, repo_id)
+
+
+def is_hub_id(source: str) -> bool:
+    """Whether a text that names no file here can be the name of a hub repository."""
+    return not source.startswith((".", "/", "~")) and _HUB_ID.fullmatch(source) is not None
+
+
+def hub_file(repo_id: str, name: str, revision: str | None) -> Path | None:
+    """One file of a hub repository, fetched if it is not here; None if the repository has no such file.
+
+    Raises:
+        SwiftgenError: if there is no such repository, or it cannot be reached.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import RemoteEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(repo_id, name, revision=revision))
+    except RemoteEntryNotFoundError:
+        return None
+    except Exception as error:  # the hub library raises a dozen kinds, and those of its HTTP client
+        raise _hub_failure(repo_id, revision, error) from error
 
 
 def _hub_folder(folder: Path, repo_id: str) -> ResolvedSource:

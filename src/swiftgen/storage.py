@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -69,6 +70,22 @@ def write_synced(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Makes or replaces a file by what `write` leaves at the path it is given; all of it or nothing."""
+    temporary = path.with_name(f".{path.name}.new")
+    try:
+        temporary.touch()
+        mode = temporary.stat().st_mode
+        write(temporary)
+        temporary.chmod(mode)  # some libraries make files that only their owner can read
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
 
 
 def sync_folder(folder: Path) -> None:

@@ -27,7 +27,7 @@ class DraftTree:
         self.parents = [-1]
         self.depths = [0]
         self.sources = [ROOT_SOURCE]
-        self.ranks = [0]
+        self.chances = [1.0]
         self._children: list[dict[int, int]] = [{}]
 
     def __len__(self) -> int:
@@ -38,11 +38,11 @@ class DraftTree:
         """Number of drafted levels (gamma of this step)."""
         return max(self.depths)
 
-    def add(self, parent: int, token: int, source: str, rank: int = 0) -> int | None:
+    def add(self, parent: int, token: int, source: str, chance: float = 0.5) -> int | None:
         """Add one drafted token below `parent`; its node, or None below the depth limit.
 
-        `rank` counts the candidates of one drafter at one place, best first. A token already drafted
-        there keeps its first source and rank.
+        `chance` is how likely the drafter thinks the token is if its parent is right. A token already
+        drafted there keeps its first source and chance.
         """
         known = self._children[parent].get(token)
         if known is not None:
@@ -54,15 +54,15 @@ class DraftTree:
         self.parents.append(parent)
         self.depths.append(self.depths[parent] + 1)
         self.sources.append(source)
-        self.ranks.append(rank)
+        self.chances.append(chance)
         self._children.append({})
         self._children[parent][token] = node
         return node
 
-    def add_path(self, parent: int, tokens: Sequence[int], source: str, rank: int = 0) -> None:
+    def add_path(self, parent: int, tokens: Sequence[int], source: str, chance: float = 0.5) -> None:
         """Add a chain of tokens below `parent`, sharing what is there."""
         for token in tokens:
-            child = self.add(parent, token, source, rank)
+            child = self.add(parent, token, source, chance)
             if child is None:
                 return
             parent = child
@@ -101,7 +101,7 @@ class DraftTree:
         for node in sorted(nodes):
             if node:
                 added = kept.add(
-                    new_of[self.parents[node]], self.tokens[node], self.sources[node], self.ranks[node]
+                    new_of[self.parents[node]], self.tokens[node], self.sources[node], self.chances[node]
                 )
                 assert added is not None
                 new_of[node] = added

@@ -22,12 +22,14 @@ class Committed:
         cache: The full cache, already grown.
         begin: Its length before.
         queries: Per layer the queries of the last token in the cache, `[Hkv, G, D]`; empty without a pass.
+        state: Its hidden state before the final norm, `[hidden]`; None without a pass.
     """
 
     token_ids: Sequence[int]
     cache: FullCache
     begin: int
     queries: Sequence[Tensor]
+    state: Tensor | None
 
 
 class Drafter(Protocol):

@@ -16,6 +16,7 @@ from swiftgen.sampling import History
 from swiftgen.tree import DraftTree
 
 SOURCE = "ngram"
+_FIRST_CHANCE = 0.1  # until the planner has seen better
 Gram = tuple[int, ...]
 
 
@@ -78,7 +79,7 @@ class NgramDrafter:
             starts.append(0)
         for start in starts:
             for rank, continuation in enumerate(self._table.most_frequent(tree.tokens[start])):
-                tree.add_path(start, continuation, SOURCE, rank)
+                tree.add_path(start, continuation, SOURCE, _FIRST_CHANCE / (1 + rank))
 
     def observe(self, committed: Committed) -> None:
         """Count what was written."""

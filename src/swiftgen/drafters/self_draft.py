@@ -1,6 +1,6 @@
-"""Drafts by the target itself: a pass over the root with the partial KV cache, and the draft heads.
+"""Drafts by the target itself: a pass over the root with the partial KV cache, then the draft heads.
 
-Paper, sections 3.2 and 3.4. The base logits of the pass predict the next token, the heads those after it.
+Paper, sections 3.2 and 3.4. The logits of the pass predict the next token, the heads those after it.
 Candidates are ranked with the noise the target will use, so the first one is what the target would pick
 if the partial cache told it everything.
 """
@@ -13,21 +13,21 @@ import torch
 
 from swiftgen.cache import PartialCache
 from swiftgen.drafters.base import Committed
-from swiftgen.heads import LinearHeads
+from swiftgen.drafters.heads import HeadsDrafter, ReadyHeads
 from swiftgen.sampling import History, Sampler
 from swiftgen.target import Target
 from swiftgen.tree import DraftTree
 
-BASE_SOURCE = "base"
-HEADS_SOURCE = "heads"
+SOURCE = "base"
 
 
 class SelfDrafter:
-    """One draft pass a step, and a tree of the given shape from its logits.
+    """One draft pass a step, and a tree of the given shape from it.
 
     Args:
+        heads: None drafts the first level only.
         shape: Children per node at each level, like `[1, 3, 3, 3]`; levels beyond the heads are left out.
-        heads: None drafts the base level only.
+        beam, floor: As `HeadsDrafter` has them.
     """
 
     def __init__(
@@ -35,42 +35,35 @@ class SelfDrafter:
         target: Target,
         sampler: Sampler,
         cache: PartialCache,
-        heads: LinearHeads | None,
+        heads: ReadyHeads | None,
         shape: Sequence[int],
+        beam: int | None = None,
+        floor: float = 0.0,
     ) -> None:
         self._target = target
         self._sampler = sampler
         self._cache = cache
-        self._heads = heads
-        num_levels = 1 + (len(heads.heads) if heads else 0)
-        self._shape = list(shape)[:num_levels]
+        self._width = shape[0]
+        self._heads = HeadsDrafter(target, sampler, heads, shape[1:], beam, floor) if heads else None
 
     @torch.inference_mode()
     def propose(self, tree: DraftTree, history: History) -> None:
         """Run the draft pass and add its candidates level by level."""
-        levels = min(len(self._shape), tree.max_depth)
-        if not levels:
+        if not tree.max_depth:
             return
         root = DraftTree(tree.tokens[0], 0)
-        position = len(history) - 1
-        hidden = self._target.forward(root, position, self._cache).hidden  # [1, hidden]
-        outputs = self._target.normed(hidden)
-        if self._heads:
-            outputs = torch.cat([outputs, self._heads(hidden[0])])[:levels]
-        windows = history.windows(root, self._sampler.W).expand(levels, -1)
-        positions = position + 1 + torch.arange(levels)
-        ranked = self._sampler.rank(
-            self._target.unembed(outputs), positions, windows, max(self._shape[:levels])
+        hidden = self._target.forward(root, len(history) - 1, self._cache).hidden  # [1, hidden]
+        windows = history.windows(root, self._sampler.W)
+        (candidates,) = self._sampler.rank(
+            self._target.logits(hidden), torch.tensor([len(history)]), windows, self._width
         )
-        nodes = [0]
-        for level, candidates in enumerate(ranked):
-            source = HEADS_SOURCE if level else BASE_SOURCE
-            nodes = [
-                child
-                for node in nodes
-                for rank, token in enumerate(candidates[: self._shape[level]])
-                if (child := tree.add(node, token, source, rank)) is not None
-            ]
+        nodes = [
+            node
+            for token, confidence in candidates
+            if (node := tree.add(0, token, SOURCE, confidence)) is not None
+        ]
+        if self._heads:
+            self._heads.grow(tree, history, nodes, hidden[0])
 
     def observe(self, committed: Committed) -> None:
         """Let the partial cache follow the full one."""
