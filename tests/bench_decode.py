@@ -1,6 +1,7 @@
 """Benchmark: the default preset against its own AR and against Hugging Face `generate`.
 
     python tests/bench_decode.py --text novel.txt --prompts 64,2048,7900 --tokens 96 --repeats 3
+    python tests/bench_decode.py --ask "Write a novel." --ask "Write a manual." --tokens 1000 --no-generate
 
 All get the same prompt, dtype and sampler (transformers has no penalty window, so its penalty sees the
 whole context). Runs are interleaved, figures are medians; prefill and decoding are timed apart. Ends
@@ -10,11 +11,13 @@ with one JSON line on stdout.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,11 +26,21 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 from swiftgen.engine import Engine, load
-from swiftgen.models import open_model
-from swiftgen.presets import load_preset
+from swiftgen.presets import parse_override
 
-Timing = tuple[float, float, list[int]]
-"""Prefill seconds, decoding tokens/s, token ids."""
+
+@dataclass(frozen=True)
+class Timing:
+    """One run; tokens_per_step is None for a decoder without steps."""
+
+    prefill_s: float
+    tokens_per_s: float
+    token_ids: list[int]
+    tokens_per_step: float | None = None
+
+
+Run = Callable[[int, int], Timing]
+"""A run of (tokens, seed)."""
 
 
 class FirstToken:
@@ -42,7 +55,9 @@ class FirstToken:
     def end(self) -> None: ...
 
 
-def time_engine(engine: Engine, prompt_ids: list[int], num_tokens: int, seed: int) -> Timing:
+def time_engine(engine: Engine, draft: str, prompt_ids: list[int], num_tokens: int, seed: int) -> Timing:
+    # One engine for all, since weights that lie elsewhere in memory can be faster or slower to read.
+    engine.preset = engine.preset.model_copy(update={"draft": draft})
     begin = time.perf_counter()
     marks: list[tuple[float, int]] = []
     token_ids: list[int] = []
@@ -50,7 +65,8 @@ def time_engine(engine: Engine, prompt_ids: list[int], num_tokens: int, seed: in
         token_ids += event.token_ids
         marks.append((time.perf_counter(), len(token_ids)))
     (first_s, first), (last_s, last) = marks[0], marks[-1]
-    return first_s - begin, (last - first) / (last_s - first_s), token_ids
+    rate = (last - first) / (last_s - first_s)
+    return Timing(first_s - begin, rate, token_ids, len(token_ids) / len(marks))
 
 
 def time_generate(
@@ -74,62 +90,89 @@ def time_generate(
     )
     times_s = clock.times_s[1:]  # the first call is the prompt
     rate = (len(times_s) - 1) / (times_s[-1] - times_s[0])
-    return times_s[0] - begin, rate, output[0, len(prompt_ids) :].tolist()
+    return Timing(times_s[0] - begin, rate, output[0, len(prompt_ids) :].tolist())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--text", type=Path, required=True, help="a long text; prompts are its beginning")
+    parser.add_argument("--text", type=Path, help="a long text; prompts are its beginning, raw")
     parser.add_argument("--prompts", default="64,2048,7900", help="prompt lengths in tokens")
+    parser.add_argument("--ask", action="append", default=[], help="a chat prompt; can be repeated")
     parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3, help="each with a seed of its own")
     parser.add_argument("--drafts", default="none,auto,paper")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for all runs")
+    parser.add_argument("--no-generate", action="store_true", help="leave Hugging Face out")
     options = parser.parse_args()
 
-    modes = options.drafts.split(",")
-    engines = {mode: load(None, {"draft": mode, "chat": False}) for mode in modes}
-    opened = open_model(load_preset(None))
-    reference = AutoModelForCausalLM.from_pretrained(opened.folder, dtype=opened.dtype).eval()
-    text_ids = engines[modes[0]].tokenizer.encode(options.text.read_text(encoding="utf-8")[:200_000])
+    settings = dict(parse_override(text) for text in options.set)
+    engine = load(None, settings)
+    prompts = {ask: engine.encode(ask) for ask in options.ask}
+    if options.text:
+        text_ids = engine.tokenizer.encode(options.text.read_text(encoding="utf-8")[:200_000])
+        prompts |= {n: text_ids[: int(n)] for n in options.prompts.split(",")}
+    reference = None
+    if not options.no_generate:
+        opened = engine.opened
+        reference = AutoModelForCausalLM.from_pretrained(opened.folder, dtype=opened.dtype).eval()
 
     rows = []
-    for num_prompt in map(int, options.prompts.split(",")):
-        prompt_ids = text_ids[:num_prompt]
-        runs: dict[str, Callable[[int], Timing]] = {
-            "hf generate": lambda seed, p=prompt_ids: time_generate(
-                reference, engines[modes[0]], p, options.tokens, seed
-            )
+    for name, prompt_ids in prompts.items():
+        runs: dict[str, Run] = {
+            mode: functools.partial(time_engine, engine, mode, prompt_ids)
+            for mode in options.drafts.split(",")
         }
-        for mode, engine in engines.items():
-            runs[mode] = lambda seed, e=engine, p=prompt_ids: time_engine(e, p, options.tokens, seed)
-        for run in runs.values():  # warm-up, not counted
-            run(0)
-        results: dict[str, list[Timing]] = {name: [] for name in runs}
-        for seed in range(1, options.repeats + 1):
-            for name, run in runs.items():
-                results[name].append(run(seed))
-                print(num_prompt, seed, name, f"{results[name][-1][1]:.2f} tokens/s", file=sys.stderr)
-        expected = [ids for _, _, ids in results[modes[0]]]
-        for name, timings in results.items():
-            rows.append(
-                {
-                    "prompt_tokens": num_prompt,
-                    "run": name,
-                    "prefill_s": round(statistics.median(t[0] for t in timings), 2),
-                    "tokens_per_s": round(statistics.median(t[1] for t in timings), 2),
-                    "min": round(min(t[1] for t in timings), 2),
-                    "max": round(max(t[1] for t in timings), 2),
-                    "same_text_as_ar": None if name == "hf generate" else [t[2] for t in timings] == expected,
-                }
-            )
+        if reference is not None:
+            runs["hf generate"] = functools.partial(time_generate, reference, engine, prompt_ids)
+        rows += compare(name, len(prompt_ids), runs, options.tokens, options.repeats)
     table = Table(*rows[0])
     for row in rows:
         table.add_row(*map(str, row.values()))
-    Console().print(table)
-    machine = {"torch": torch.__version__, "threads": torch.get_num_threads(), "dtype": str(opened.dtype)}
+    Console(width=140).print(table)
+    machine = {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "dtype": str(engine.opened.dtype),
+    }
     print(json.dumps({"machine": machine, "tokens": options.tokens, "rows": rows}))
+
+
+def compare(
+    name: str, prompt_tokens: int, runs: dict[str, Run], num_tokens: int, repeats: int
+) -> list[dict[str, object]]:
+    """Interleave the runs of one prompt; the first is what the texts of the others are compared with."""
+    for run in runs.values():  # warm-up, not counted
+        run(32, 0)
+    results: dict[str, list[Timing]] = {mode: [] for mode in runs}
+    for seed in range(1, repeats + 1):
+        for mode, run in runs.items():
+            results[mode].append(run(num_tokens, seed))
+            print(name, seed, mode, f"{results[mode][-1].tokens_per_s:.2f} tokens/s", file=sys.stderr)
+    first = next(iter(results.values()))
+    return [row(name, prompt_tokens, mode, timings, first) for mode, timings in results.items()]
+
+
+def row(
+    name: str, prompt_tokens: int, mode: str, timings: Sequence[Timing], first: Sequence[Timing]
+) -> dict[str, object]:
+    rates = [timing.tokens_per_s for timing in timings]
+    steps = [timing.tokens_per_step for timing in timings if timing.tokens_per_step]
+    ratios = [mine.tokens_per_s / theirs.tokens_per_s for mine, theirs in zip(timings, first, strict=True)]
+    same = [mine.token_ids == theirs.token_ids for mine, theirs in zip(timings, first, strict=True)]
+    return {
+        "prompt": name,
+        "prompt_tokens": prompt_tokens,
+        "run": mode,
+        "prefill_s": round(statistics.median(timing.prefill_s for timing in timings), 2),
+        "tokens_per_s": round(statistics.median(rates), 2),
+        "min": round(min(rates), 2),
+        "max": round(max(rates), 2),
+        "tokens_per_step": round(statistics.median(steps), 2) if steps else None,
+        "ratio": round(statistics.median(ratios), 2),
+        "same_text": None if mode == "hf generate" else all(same),
+    }
 
 
 if __name__ == "__main__":

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 import swiftgen.heads_files
 from swiftgen.cache import PartialCache
 from swiftgen.drafters.base import Committed
+from swiftgen.drafters.heads import OVERCONFIDENCE
 from swiftgen.drafters.self_draft import SelfDrafter
 from swiftgen.errors import SwiftgenError
 from swiftgen.heads import DraftHeads, LinearHeads, RecurrentHeads, chain_states, new_heads
 from swiftgen.heads_files import WEIGHTS_FILE, HeadsInfo, check_heads, load_heads, read_reference, save_heads
+from swiftgen.presets import load_preset
 from swiftgen.sampling import History, keyed_gumbel
 from swiftgen.target import Target
 from swiftgen.tree import DraftTree
@@ -483,7 +485,7 @@ class TestReferenceDrafts:
             if temperature:
                 position = torch.tensor(len(PROMPT) + depth)
                 scores = scores / temperature + keyed_gumbel(3, position, torch.arange(97))
-            nearest = scores.topk(8).values.softmax(0)
+            nearest = scores.topk(8).values.softmax(0) ** (OVERCONFIDENCE if depth else 1.0)
             best = scores.argsort(descending=True)[:width].tolist()
             best_of_level.append(best)
             for node in (n for n in range(len(tree)) if tree.depths[n] == depth):
@@ -493,3 +495,13 @@ class TestReferenceDrafts:
                 assert chances == pytest.approx(nearest[:width].tolist(), rel=1e-2, abs=1e-4)
                 assert all(tree.sources[child] == ("heads" if depth else "base") for child in children)
         assert len({tuple(best[:2]) for best in best_of_level}) > 1  # the heads do not repeat the base
+
+
+def test_the_heads_of_the_default_preset_come_with_it():
+    preset = load_preset()
+    assert preset.heads is not None
+    heads, info = load_heads(preset.heads)
+    check_heads(heads, info, preset.heads, hidden_size=576, vocab_size=49_152)
+    assert (heads.kind, heads.num_heads) == ("recurrent", 3)
+    assert info.base_model == preset.model.source
+    assert "/" not in info.data  # no path of the machine they were trained on

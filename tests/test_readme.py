@@ -38,7 +38,10 @@ SOURCES = (
     "tests",
 )
 PLACEHOLDERS = {"src/swiftgen/drafters/yours.py", "presets/name.yaml"}
-OTHER_PROGRAMS_OPTIONS = {"--no-deps", "--text", "--prompts", "--repeats"}  # pip, tests/bench_decode.py
+# Of pip and of tests/bench_decode.py.
+OTHER_PROGRAMS_OPTIONS = {
+    *("--no-deps", "--text", "--prompts", "--repeats", "--ask", "--drafts", "--no-generate")
+}
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -110,13 +113,17 @@ ALL_CALLS = [
 ]
 
 
-def command(name: str) -> Any:
-    return typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+def command_of(call: list[str]) -> tuple[Any, list[str]]:
+    """The command that a call names, and its arguments."""
+    found: Any = typer.main.get_command(app)
+    while call and call[0] in getattr(found, "commands", {}):
+        found, call = found.commands[call[0]], call[1:]
+    return found, call
 
 
-def options_of(name: str) -> set[str]:
-    parameters = command(name).params
-    return {option for parameter in parameters for option in parameter.opts + parameter.secondary_opts}
+def all_options(command: Any) -> set[str]:
+    options = {option for parameter in command.params for option in parameter.opts + parameter.secondary_opts}
+    return options.union(*map(all_options, getattr(command, "commands", {}).values()))
 
 
 def inline_code(text: str) -> list[str]:
@@ -148,29 +155,31 @@ def test_commands_parse(page: str, call: list[str]) -> None:
     if not call or call[0].startswith("--"):
         assert call[:1] in ([], ["--help"], ["--version"])
         return
-    name, *args = call
+    command, args = command_of(call)
+    assert not hasattr(command, "commands"), call
     if "--help" in args:
         assert args == ["--help"]
-        args = []
-    given = command(name).make_context(name, args).params
-    if name == "presets":
+        return
+    given = command.make_context(call[0], args).params
+    if call[0] == "presets":
         assert given["name"] is None or load_preset(given["name"])
         return
-    overrides = dict(parse_override(setting) for setting in given["settings"] or ())
-    overrides |= {"draft": given["draft"]} if given["draft"] else {}
-    if given["preset"] is None or not given["preset"].endswith(".yaml"):
+    overrides = dict(parse_override(setting) for setting in given.get("settings") or ())
+    overrides |= {"draft": given["draft"]} if given.get("draft") else {}
+    preset = given.get("preset")
+    if preset is None or not preset.endswith(".yaml"):
         # A preset of the reader's own is not here; an error is shown with a name that does not exist.
-        shown_error = given["preset"] == "smollm2"
-        load_preset(None if shown_error else given["preset"], overrides)
+        load_preset(None if preset == "smollm2" else preset, overrides)
 
 
 @every_page
 def test_inline_commands_and_options_exist(page: Path) -> None:
     for code in inline_code(text_of(page)):
         if code.startswith("swiftgen "):
-            word = code.split()[1]
-            assert word in ("write", "presets", "--help", "--version"), code
-    known = options_of("write") | options_of("presets") | {"--help", "--version"} | OTHER_PROGRAMS_OPTIONS
+            words = code.split()[1:]
+            _, rest = command_of(words)
+            assert len(rest) < len(words) or words[0] in ("--help", "--version"), code
+    known = all_options(typer.main.get_command(app)) | {"--help", "--version"} | OTHER_PROGRAMS_OPTIONS
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text_of(page)))
     assert named <= known
 
