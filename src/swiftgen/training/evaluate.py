@@ -1,4 +1,4 @@
-"""The `heads eval` command."""
+"""Judging heads as a preset drafts with them, and the `heads eval` command."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
-from swiftgen.engine import load
+from swiftgen.engine import Engine, load
+from swiftgen.heads import DraftHeads
 from swiftgen.heads_files import check_heads, load_heads
 from swiftgen.models import load_weights
 from swiftgen.training.base import FrozenBase
-from swiftgen.training.judge import judge, widths_for
+from swiftgen.training.judge import Judgement, judge, widths_for
 from swiftgen.training.report import describe
 from swiftgen.training.request import read_texts
 from swiftgen.training.states import StateStore
+from swiftgen.training.texts import Texts
 
 
 def judge_heads(
@@ -41,15 +44,21 @@ def judge_heads(
     texts = read_texts(data, engine, sequence_length, max_sequences)
     base = FrozenBase(load_weights(engine.opened).model)
     judged = torch.arange(min(max_sequences, len(texts)))
-    with tqdm(total=len(judged), desc="judging", unit=" texts") as bar:
-        judgement = judge(
-            base,
-            heads.float().to(base.device),
-            texts,
-            StateStore(base, texts, None),
-            judged,
-            engine.sampler(0),
-            widths_for(engine.preset.tree, heads.num_heads),
-            bar.update,
-        )
+    heads = heads.float().to(base.device)
+    judgement = judge_for(engine, base, heads, texts, StateStore(base, texts, None), judged)
     return json.dumps(asdict(judgement)) if as_json else describe(judgement)
+
+
+def judge_for(
+    engine: Engine,
+    base: FrozenBase,
+    heads: DraftHeads,
+    texts: Texts,
+    store: StateStore,
+    indices: Tensor,
+    quiet: bool = False,
+) -> Judgement:
+    """Judge heads with the sampler and the tree of a preset, under a progress bar."""
+    widths = widths_for(engine.preset.tree, heads.num_heads)
+    with tqdm(total=len(indices), desc="judging", unit=" texts", disable=quiet) as bar:
+        return judge(base, heads, texts, store, indices, engine.sampler(0), widths, bar.update)

@@ -74,7 +74,7 @@ def judge(
         positions = positions_of(states, tokens[None], torch.tensor([length]), heads.num_heads)
         losses += objective.losses(positions).cpu() * len(positions)
         num_positions += len(positions)
-        ranks = _ranks(base, heads, sampler, positions, tokens, states[0])
+        ranks = _ranks(objective, base, heads, sampler, positions, tokens, states[0])
         plain.append(ranks[0])
         drafted.append(ranks[1])
         steps, written = _replay(ranks[1], widths)
@@ -119,6 +119,7 @@ def _exponential(like: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _ranks(
+    objective: HeadsObjective,
     base: FrozenBase,
     heads: DraftHeads,
     sampler: Sampler,
@@ -135,7 +136,6 @@ def _ranks(
     Returns:
         int64 `[num_heads, M]` each, 0 is the best rank.
     """
-    objective = HeadsObjective(base, heads, soft=False)
     outputs = objective.outputs(positions)
     vocab_size, device = base.config.vocab_size, states.device
     tokens = tokens.to(device)

@@ -82,7 +82,7 @@ def make_plan(request: TrainRequest, engine: Engine, base: FrozenBase) -> Plan:
         num_steps=schedule.num_steps,
         tokens_seen=schedule.num_steps * schedule.batch_size * length,
         memory_bytes=used_bytes(base.device),
-        states_bytes=2 * num_texts * (length - 1) * base.config.hidden_size,
+        states_bytes=StateStore.num_bytes(num_texts, length, base.config.hidden_size),
         seconds=write_s + step_s * schedule.num_steps,
     )
 

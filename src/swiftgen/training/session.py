@@ -26,7 +26,7 @@ from swiftgen.errors import SwiftgenError
 from swiftgen.heads_files import HeadsInfo, save_heads
 from swiftgen.models import load_weights
 from swiftgen.training.base import FrozenBase
-from swiftgen.training.judge import judge, widths_for
+from swiftgen.training.evaluate import judge_for
 from swiftgen.training.plan import describe_plan, make_plan
 from swiftgen.training.report import LossLog, describe, draw_curves, write_judgement
 from swiftgen.training.request import SELF, TrainRequest, read_texts, self_prompts, untrained_heads
@@ -159,7 +159,7 @@ class _Session:
         return writer.texts
 
     def _store(self, base: FrozenBase, texts: Texts) -> StateStore:
-        num_bytes = StateStore.num_bytes(texts, self._config.hidden_size)
+        num_bytes = StateStore.num_bytes(len(texts), texts.tokens.shape[1], self._config.hidden_size)
         fits = num_bytes <= self._request.states_gb * 1e9
         return StateStore(base, texts, self._texts_folder / "states.bin" if fits else None)
 
@@ -204,19 +204,8 @@ class _Session:
             num_steps=trainer.step,
         )
         save_heads(trainer.heads.to(torch.bfloat16), self._folder, info)
-        heads = trainer.heads.float()
-        judged = held_out[:MAX_JUDGED]
-        with tqdm(total=len(judged), desc="judging", unit=" texts", disable=self._request.quiet) as bar:
-            judgement = judge(
-                base,
-                heads,
-                texts,
-                store,
-                judged,
-                engine.sampler(0),
-                widths_for(engine.preset.tree, heads.num_heads),
-                bar.update,
-            )
+        heads, judged = trainer.heads.float(), held_out[:MAX_JUDGED]
+        judgement = judge_for(engine, base, heads, texts, store, judged, self._request.quiet)
         write_judgement(judgement, self._folder)
         draw_curves(self._folder / "losses.csv", judgement, self._folder / "curves.png")
         print(describe(judgement))

@@ -33,9 +33,9 @@ class StateStore:
             self._is_kept = mapped(file.with_suffix(".done"), (len(texts),), torch.bool)
 
     @staticmethod
-    def num_bytes(texts: Texts, hidden_size: int) -> int:
+    def num_bytes(num_texts: int, sequence_length: int, hidden_size: int) -> int:
         """What keeping all states takes."""
-        return len(texts) * (texts.tokens.shape[1] - 1) * hidden_size * 2
+        return num_texts * (sequence_length - 1) * hidden_size * torch.bfloat16.itemsize
 
     def put(self, first: int, states: Tensor) -> None:
         """Keep states that are known already, of the sequences from `first` on."""
