@@ -25,13 +25,13 @@ def foreign_tokens(tokenizer: Any, alphabet: str) -> set[int]:
         return set()
     backend = tokenizer.backend_tokenizer
     texts = backend.decode_batch([[i] for i in range(len(tokenizer))], skip_special_tokens=False)
-    return {i for i, text in enumerate(texts) if not all(map(_is_latin, text))}
+    return {i for i, text in enumerate(texts) if not (text.isascii() or all(map(_is_latin, text)))}
 
 
 def _is_latin(character: str) -> bool:
-    category = unicodedata.category(character)
     if character.isascii():
         return True
+    category = unicodedata.category(character)
     if category.startswith("L"):
         return character in _ORDINALS or unicodedata.name(character, "").startswith("LATIN")
     return category[0] in "NPZ" or category in ("Sc", "Sm")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from swiftgen.alphabets import foreign_tokens
@@ -198,7 +199,7 @@ class Engine:
             SwiftgenError: if the preset suppresses tokens the model does not have.
         """
         preset = self.preset
-        return Sampler(preset.sampler, seed, preset.W, preset.theta, self._suppressed_ids())
+        return Sampler(preset.sampler, seed, preset.W, preset.theta, self._suppressed_ids)
 
     def _decode(
         self, prompt_ids: list[int], num_tokens: int, seed: int, on_prefill: PrefillCallback | None
@@ -263,6 +264,7 @@ class Engine:
         drafted = by_heads + (1 + preset.tree[0]) * preset.k * (preset.ngram - 1)
         return 1 + drafted + max(BLOCK_TOKENS, self._prepared.target.max_rows)
 
+    @cached_property
     def _suppressed_ids(self) -> set[int]:
         """Tokens that are never written: the preset's, special ones, and ids without a token."""
         vocab_size = self.opened.config.vocab_size
