@@ -73,7 +73,8 @@ def attend(
     """One layer of one pass over rows `first` and up; the output is `[T, H, D]`."""
     num_rows = rows[0].shape[2]
     visible = tree.visibility(first + num_rows)[first:]
-    tree_pass = TreePass(cache, tree_mask(visible, cache.num_tail_tokens, GROUP), kernel, first)
+    view = cache.view(num_rows, first)
+    tree_pass = TreePass(view, tree_mask(visible, cache.num_tail_tokens, GROUP), kernel)
     module = SimpleNamespace(layer_idx=1)
     out, weights = tree_attention(module, *rows, None, scaling=SCALING, tree_pass=tree_pass)
     assert weights is None
@@ -166,20 +167,21 @@ def test_wrong_siblings_change_no_bit_of_a_chain(dtype: torch.dtype):
 def test_queries_are_handed_out_by_kv_head_and_group():
     tree, rows = random_tree(1, num_nodes=5), random_rows(5, torch.float32)
     _, tree_pass = attend(tree, rows, filled_cache(10, torch.float32), cpu_prefix)
-    (queries,) = tree_pass.queries
-    assert queries.shape == (NUM_KV_HEADS, GROUP, 5, HEAD_DIM)
+    queries = tree_pass.stacked_queries()
+    assert queries.shape == (1, NUM_KV_HEADS, GROUP, 5, HEAD_DIM)
     for head in range(NUM_HEADS):
-        assert torch.equal(queries[head // GROUP, head % GROUP], rows[0][0, head])
+        assert torch.equal(queries[0, head // GROUP, head % GROUP], rows[0][0, head])
 
 
 def test_rows_are_stored_in_the_layer_of_the_module():
     cache = filled_cache(10, torch.float32)
     rows = random_rows(4, torch.float32)
-    other_layer = cache.keys[0].clone()
+    other_layer = cache.keys[0].clone(), cache.values[0].clone()
     attend(random_tree(1, num_nodes=4), rows, cache, cpu_prefix)
     assert torch.equal(cache.keys[1, :, 10:14], rows[1][0])
     assert torch.equal(cache.values[1, :, 10:14], rows[2][0])
-    assert torch.equal(cache.keys[0], other_layer)
+    assert torch.equal(cache.keys[0], other_layer[0])
+    assert torch.equal(cache.values[0], other_layer[1])
 
 
 def test_prefix_parts_and_tail_are_merged_by_their_log_sum_exps():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftgen.cache import BLOCK_TOKENS, CacheShape, FullCache, PartialCache
+from swiftgen.cache import BLOCK_TOKENS, CacheShape, CacheView, FullCache, PartialCache
 
 SHAPE = CacheShape(num_layers=2, num_kv_heads=3, head_dim=4, dtype=torch.float32, device=torch.device("cpu"))
 GROUP = 2
@@ -23,9 +23,14 @@ def rows(tokens: list[int], layer: int) -> tuple[Tensor, Tensor]:
     return keys, -keys
 
 
-def store(cache: FullCache, tokens: list[int], first_row: int = 0) -> None:
+def store(cache: FullCache | PartialCache, tokens: list[int], first_row: int = 0) -> CacheView:
+    """Write rows as a pass does."""
+    view = cache.view(len(tokens), first_row)
     for layer in range(SHAPE.num_layers):
-        cache.store(layer, *rows(tokens, layer), first_row)
+        keys, values = rows(tokens, layer)
+        view.tail_keys[layer, :, -len(tokens) :] = keys
+        view.tail_values[layer, :, -len(tokens) :] = values
+    return view
 
 
 def append(cache: FullCache, tokens: list[int]) -> None:
@@ -80,10 +85,10 @@ class TestFullCache:
 
     def test_later_parts_see_the_rows_of_the_earlier_ones(self):
         cache = full_cache(4)
-        first = cache.store(0, *rows([10, 11], 0), 0)
-        second = cache.store(0, *rows([12], 0), 2)
-        assert first.tail_keys[0, :, 0].tolist() == [0, 1, 2, 3, 10, 11]
-        assert second.tail_keys[0, :, 0].tolist() == [0, 1, 2, 3, 10, 11, 12]
+        first = store(cache, [10, 11])
+        second = store(cache, [12], first_row=2)
+        assert first.tail_keys[0, 0, :, 0].tolist() == [0, 1, 2, 3, 10, 11]
+        assert second.tail_keys[0, 0, :, 0].tolist() == [0, 1, 2, 3, 10, 11, 12]
 
     @pytest.mark.parametrize(
         ("num_tokens", "num_prefix"),
@@ -92,17 +97,18 @@ class TestFullCache:
     def test_prefix_and_tail_meet_at_the_last_block_boundary(self, num_tokens: int, num_prefix: int):
         cache = full_cache(num_tokens)
         assert (cache.num_prefix_tokens, cache.num_tail_tokens) == (num_prefix, num_tokens - num_prefix)
-        view = cache.store(1, *rows([900, 901], 1), 0)
-        keys, values = rows([*range(num_tokens), 900, 901], 1)
-        assert torch.equal(view.prefix_keys, keys[:, :num_prefix])
-        assert torch.equal(view.prefix_values, values[:, :num_prefix])
-        assert torch.equal(view.tail_keys, keys[:, num_prefix:])
-        assert torch.equal(view.tail_values, values[:, num_prefix:])
+        view = store(cache, [900, 901])
+        for layer in range(SHAPE.num_layers):
+            keys, values = rows([*range(num_tokens), 900, 901], layer)
+            assert torch.equal(view.prefix_keys[layer], keys[:, :num_prefix])
+            assert torch.equal(view.prefix_values[layer], values[:, :num_prefix])
+            assert torch.equal(view.tail_keys[layer], keys[:, num_prefix:])
+            assert torch.equal(view.tail_values[layer], values[:, num_prefix:])
 
     def test_rows_beyond_the_boundary_do_not_move_it_before_they_are_committed(self):
         cache = full_cache(127)
-        view = cache.store(0, *rows([900, 901, 902], 0), 0)
-        assert (view.prefix_keys.shape[1], view.tail_keys.shape[1]) == (0, 130)
+        view = store(cache, [900, 901, 902])
+        assert (view.prefix_keys.shape[2], view.tail_keys.shape[2]) == (0, 130)
         cache.commit([0])
         assert (cache.num_prefix_tokens, cache.num_tail_tokens) == (128, 0)
 
@@ -111,11 +117,10 @@ class TestFullCache:
         assert full_cache(1).num_bytes == 2 * 2 * 3 * 400 * 4 * 4
 
 
-def queries(seed: int) -> list[Tensor]:
-    """Per layer `[num_kv_heads, group, head_dim]`."""
+def queries(seed: int) -> Tensor:
+    """`[num_layers, num_kv_heads, group, head_dim]`."""
     generator = torch.Generator().manual_seed(seed)
-    shape = (SHAPE.num_kv_heads, GROUP, SHAPE.head_dim)
-    return [torch.randn(shape, generator=generator) for _ in range(SHAPE.num_layers)]
+    return torch.randn(SHAPE.num_layers, SHAPE.num_kv_heads, GROUP, SHAPE.head_dim, generator=generator)
 
 
 def noise_cache(num_tokens: int, capacity: int = 400) -> FullCache:
@@ -130,11 +135,11 @@ def noise_cache(num_tokens: int, capacity: int = 400) -> FullCache:
 
 def held(partial: PartialCache, layer: int, head: int) -> list[int]:
     """Tokens in the order of their slots; their keys must have come along."""
-    view = partial.store(layer, torch.zeros(3, 1, 4), torch.zeros(3, 1, 4), 0)
-    return [int(token) for token in view.prefix_values[head, :, 0]]
+    view = partial.view(1, 0)
+    return [int(token) for token in view.prefix_values[layer, head, :, 0]]
 
 
-def by_importance(full: FullCache, layer: int, head: int, asked: list[Tensor], num_sinks: int) -> list[int]:
+def by_importance(full: FullCache, layer: int, head: int, asked: Tensor, num_sinks: int) -> list[int]:
     """All tokens but the sinks, most important first: a slow reference in Python numbers."""
     scores = []
     for token in range(num_sinks, full.length):
@@ -153,7 +158,7 @@ PLACES = [(layer, head) for layer in range(2) for head in range(3)]
 class TestSelection:
     BUDGET, SINKS = 12, 3
 
-    def selected(self, num_tokens: int = 50) -> tuple[PartialCache, FullCache, list[Tensor]]:
+    def selected(self, num_tokens: int = 50) -> tuple[PartialCache, FullCache, Tensor]:
         full, asked = noise_cache(num_tokens), queries(1)
         partial = PartialCache(SHAPE, self.BUDGET, self.SINKS)
         partial.update(full, 0, asked)
@@ -172,7 +177,7 @@ class TestSelection:
 
     def test_scores_are_summed_over_the_query_heads_of_a_group(self):
         partial, full, asked = self.selected()
-        alone = [torch.cat([a[:, :1], torch.zeros_like(a[:, 1:])], dim=1) for a in asked]
+        alone = torch.cat([asked[:, :, :1], torch.zeros_like(asked[:, :, 1:])], dim=2)
         assert held(partial, 0, 0)[3:] != by_importance(full, 0, 0, alone, self.SINKS)[:9]
 
     def test_a_sink_stays_however_unimportant_it_is(self):
@@ -250,12 +255,17 @@ class TestSelection:
 
     def test_the_rows_of_a_draft_pass_are_their_own_tail_and_are_not_kept(self):
         partial, _, _ = self.selected()
-        keys, values = torch.full((3, 2, 4), 7.0), torch.full((3, 2, 4), 8.0)
-        view = partial.store(0, keys, values, 0)
+        before = [tuple(held(partial, *place)) for place in PLACES]
+        view = store(partial, [700, 701])
         assert partial.num_tail_tokens == 0
-        assert torch.equal(view.tail_keys, keys)
-        assert torch.equal(view.tail_values, values)
-        assert not (partial.keys == 7.0).any()
+        assert view.prefix_keys.shape[2] == self.BUDGET
+        for layer in range(SHAPE.num_layers):
+            keys, values = rows([700, 701], layer)
+            assert torch.equal(view.tail_keys[layer], keys)
+            assert torch.equal(view.tail_values[layer], values)
+        assert not (partial.keys >= 700).any()
+        assert [tuple(held(partial, *place)) for place in PLACES] == before
+        assert partial.length == self.BUDGET
 
 
 class TestSlidingWindow:

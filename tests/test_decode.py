@@ -97,7 +97,7 @@ class TestAgainstTransformers:
         partial = PartialCache(target.cache_shape, budget=40, num_sinks=4)
         way = [
             SelfDrafter(target, sample, partial, None, [3]),
-            NgramDrafter(4, 20, seed=0, below_root=True),
+            NgramDrafter(4, 20, seed=0),
         ]
         return Planner([way], target.pass_sizes, measured=False)
 
@@ -351,8 +351,9 @@ class TestEvents:
             cache = new_cache(target, length)
             target.prefill(ids[:-1], cache)
             alone = target.forward(DraftTree(ids[-1], 0), length - 1, cache)
-            assert [layer.shape for layer in committed.queries] == [(2, 3, 8)] * 2
-            torch.testing.assert_close(list(committed.queries), alone.queries_at(0), rtol=1e-3, atol=1e-3)
+            assert committed.queries is not None
+            assert committed.queries.shape == (2, 2, 3, 8)
+            torch.testing.assert_close(committed.queries, alone.queries[:, :, :, 0], rtol=1e-3, atol=1e-3)
             torch.testing.assert_close(committed.state, alone.hidden[0], rtol=1e-3, atol=1e-3)
 
     def test_a_prompt_of_one_token_leaves_no_queries_and_no_state(self):
@@ -364,7 +365,7 @@ class TestEvents:
 
         target = tiny_target()
         run(target, Watching(target, [], []), sampler(), [5], 2)
-        assert [(list(c.token_ids), c.begin, list(c.queries), c.state) for c in seen] == [([5], 0, [], None)]
+        assert [(list(c.token_ids), c.begin, c.queries, c.state) for c in seen] == [([5], 0, None, None)]
 
     def test_nothing_is_computed_before_the_first_event_is_asked_for(self):
         target = tiny_target()

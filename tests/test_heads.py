@@ -446,7 +446,8 @@ class TestReferenceDrafts:
         assert prefill is not None
         partial = PartialCache(target.cache_shape, budget=100, num_sinks=2)
         drafter = SelfDrafter(target, sampler(temperature=temperature), partial, ready, SHAPE)
-        drafter.observe(Committed(PROMPT, cache, 0, prefill.queries_at(-1), prefill.hidden[-1]))
+        queries = prefill.queries[:, :, :, -1]
+        drafter.observe(Committed(PROMPT, cache, 0, queries, prefill.hidden[-1]))
         history = History(100)
         history.extend(PROMPT)
         tree = DraftTree(PROMPT[-1], max_depth=9)

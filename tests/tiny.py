@@ -52,9 +52,9 @@ def tiny_model(
 
 
 @functools.cache
-def tiny_target(family: str = "llama", dtype: torch.dtype = torch.float32) -> Target:
+def tiny_target(family: str = "llama", dtype: torch.dtype = torch.float32, attention: str = "auto") -> Target:
     """A target with its pass sizes chosen; shared, since decoding does not change it."""
-    target = Target(tiny_model(family, dtype))
+    target = Target(tiny_model(family, dtype), attention)
     exactness = choose_pass_sizes(target)
     assert exactness.lossless
     target.pass_sizes = exactness.pass_sizes

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swiftgen.cache import KVCache
+from swiftgen.cache import CacheView
 from swiftgen.errors import SwiftgenError
 
 ATTENTION_NAME = "swiftgen"
@@ -32,18 +32,20 @@ class TreePass:
     """One pass over T rows: where their keys go, what they see, and the queries they asked with.
 
     Args:
-        cache: Receives the keys and values, gives the prefix and the tail.
+        view: What the rows attend to; gets their keys and values.
         tail_mask: From `tree_mask`: 0 where a row sees a key, -inf elsewhere.
         prefix_kernel: How the prefix is computed on this device.
-        first_row: Rows of the same tree computed by earlier passes.
         queries: Filled per layer: `[Hkv, G, T, D]`, used to rank keys by importance.
     """
 
-    cache: KVCache
+    view: CacheView
     tail_mask: Tensor
     prefix_kernel: PrefixKernel
-    first_row: int = 0
     queries: list[Tensor] = field(default_factory=list)
+
+    def stacked_queries(self) -> Tensor:
+        """`[num_layers, Hkv, G, T, D]`."""
+        return torch.stack(self.queries)
 
 
 def tree_mask(visible: Tensor, num_tail_tokens: int, group: int) -> Tensor:
@@ -70,15 +72,18 @@ def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, tree_pas
         `[H, T, D]` in the dtype of `q`.
     """
     num_kv_heads, num_rows, head_dim = k.shape
-    view = tree_pass.cache.store(layer, k, v, tree_pass.first_row)
+    view = tree_pass.view
+    tail_keys, tail_values = view.tail_keys[layer], view.tail_values[layer]
+    tail_keys[:, -num_rows:], tail_values[:, -num_rows:] = k, v
     tree_pass.queries.append(q.view(num_kv_heads, -1, num_rows, head_dim))
 
-    tail_keys, tail_values = view.tail_keys.double(), view.tail_values.double()
+    tail_keys, tail_values = tail_keys.double(), tail_values.double()
     scores = torch.baddbmm(tree_pass.tail_mask, q.double(), tail_keys.transpose(1, 2), alpha=scaling)
-    if not view.prefix_keys.shape[1]:
+    if not view.prefix_keys.shape[2]:
         merged = torch.bmm(torch.softmax(scores, dim=-1), tail_values)
     else:
-        out, lse = tree_pass.prefix_kernel(q, view.prefix_keys, view.prefix_values, scaling)
+        prefix_keys, prefix_values = view.prefix_keys[layer], view.prefix_values[layer]
+        out, lse = tree_pass.prefix_kernel(q, prefix_keys, prefix_values, scaling)
         num_parts = lse.shape[1]
         weights = torch.softmax(torch.cat([lse.transpose(1, 2), scores], dim=-1), dim=-1)
         merged = torch.bmm(weights[..., num_parts:], tail_values)

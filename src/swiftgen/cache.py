@@ -33,10 +33,11 @@ class CacheShape:
 
 
 @dataclass(frozen=True)
-class LayerView:
-    """What the rows of a pass attend to in one layer; all tensors `[num_kv_heads, keys, head_dim]`.
+class CacheView:
+    """What the rows of a pass attend to; all tensors `[num_layers, num_kv_heads, keys, head_dim]`.
 
-    The prefix is seen by every row; the tail under the mask of the pass.
+    The prefix is seen by every row; the tail under the mask of the pass. The last keys and values of the
+    tail are the rows' own: the pass writes them before it attends.
     """
 
     prefix_keys: Tensor
@@ -53,10 +54,10 @@ class KVCache(Protocol):
         """Cached keys before the rows that belong to the tail; every row sees them."""
         ...
 
-    def store(self, layer: int, keys: Tensor, values: Tensor, first_row: int) -> LayerView:
-        """Take the keys and values of rows, `[num_kv_heads, T, head_dim]`; return what they attend to.
+    def view(self, num_rows: int, first_row: int) -> CacheView:
+        """What `num_rows` rows attend to.
 
-        `first_row` counts the rows of the same tree stored before; they are part of the tail.
+        `first_row` counts the rows of the same tree computed before; they are part of the tail.
         """
         ...
 
@@ -92,15 +93,14 @@ class FullCache:
         """Committed tokens after the last block boundary."""
         return self.length % BLOCK_TOKENS
 
-    def store(self, layer: int, keys: Tensor, values: Tensor, first_row: int) -> LayerView:
-        """Write the rows behind the committed tokens."""
-        begin, split = self.length + first_row, self.num_prefix_tokens
-        end = begin + keys.shape[1]
-        all_keys, all_values = self.keys[layer], self.values[layer]
-        all_keys[:, begin:end] = keys
-        all_values[:, begin:end] = values
-        return LayerView(
-            all_keys[:, :split], all_values[:, :split], all_keys[:, split:end], all_values[:, split:end]
+    def view(self, num_rows: int, first_row: int) -> CacheView:
+        """The rows lie behind the committed tokens."""
+        split, end = self.num_prefix_tokens, self.length + first_row + num_rows
+        return CacheView(
+            self.keys[:, :, :split],
+            self.values[:, :, :split],
+            self.keys[:, :, split:end],
+            self.values[:, :, split:end],
         )
 
     def commit(self, rows: Sequence[int]) -> None:
@@ -128,6 +128,7 @@ class PartialCache:
     num_tail_tokens = 0  # the tail of a draft pass is the pass itself
 
     def __init__(self, shape: CacheShape, budget: int, num_sinks: int, by_importance: bool = True) -> None:
+        self._shape = shape
         self.keys = shape.empty(budget)
         self.values = shape.empty(budget)
         self.budget = budget
@@ -142,18 +143,17 @@ class PartialCache:
         """Bytes allocated for keys and values."""
         return 2 * self.keys.numel() * self.keys.element_size()
 
-    def store(self, layer: int, keys: Tensor, values: Tensor, first_row: int) -> LayerView:
+    def view(self, num_rows: int, first_row: int) -> CacheView:
         """The selection is the prefix; the rows are seen by themselves only and not kept."""
         assert first_row == 0, "a draft pass has one row"
-        return LayerView(
-            self.keys[layer, :, : self.length], self.values[layer, :, : self.length], keys, values
-        )
+        rows = self._shape.empty(num_rows), self._shape.empty(num_rows)
+        return CacheView(self.keys[:, :, : self.length], self.values[:, :, : self.length], *rows)
 
-    def update(self, full: FullCache, begin: int, queries: Sequence[Tensor]) -> None:
+    def update(self, full: FullCache, begin: int, queries: Tensor) -> None:
         """Follow the full cache, which has grown from `begin` to its present length.
 
         Args:
-            queries: Per layer the queries of the last committed token, `[num_kv_heads, group, head_dim]`.
+            queries: Those of the last committed token, `[num_layers, num_kv_heads, group, head_dim]`.
         """
         num_new = full.length - begin
         num_free = min(num_new, self.budget - self.length)
@@ -169,7 +169,7 @@ class PartialCache:
         if not self.by_importance:
             self._victims[:0] = [slot for slot in reversed(slots) if slot >= self.num_sinks]
 
-    def select(self, full: FullCache, queries: Sequence[Tensor]) -> None:
+    def select(self, full: FullCache, queries: Tensor) -> None:
         """Choose anew which tokens of the full cache to keep."""
         self.length = min(full.length, self.budget)
         for layer in range(self.keys.shape[0]):

@@ -118,8 +118,8 @@ def _committed(
 ) -> Committed:
     """What a pass has added, whose last kept row is `row`; no pass was needed for a prompt of one token."""
     if output is None:
-        return Committed(token_ids, cache, begin, (), None)
-    return Committed(token_ids, cache, begin, output.queries_at(row), output.hidden[row])
+        return Committed(token_ids, cache, begin, None, None)
+    return Committed(token_ids, cache, begin, output.queries[:, :, :, row], output.hidden[row])
 
 
 def _cut(

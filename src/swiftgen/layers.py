@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from swiftgen.attention import TreePass, attend
+from swiftgen.native import Kernels
 
 MakeLinear = Callable[[nn.Linear], nn.Module]
 _PARTS = {
@@ -30,15 +31,19 @@ class SignedRotary(nn.Module):
     """A model's rotary embedding, with the sign of "rotate half" moved into the sine.
 
     `rotate_half(x) * sin` equals `roll(x, D / 2) * signed_sin`.
+
+    Args:
+        dtype: Of the result; None is that of the model.
     """
 
-    def __init__(self, rotary: nn.Module) -> None:
+    def __init__(self, rotary: nn.Module, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self._rotary = rotary
+        self._rotary, self._dtype = rotary, dtype
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and signed sine of one sequence, `[T, 1, D]` each."""
         cos, sin = self._rotary(x, position_ids=position_ids)
+        cos, sin = cos.to(self._dtype or cos.dtype), sin.to(self._dtype or sin.dtype)
         half = sin.shape[-1] // 2
         return cos[0].unsqueeze(1), torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1).unsqueeze(1)
 
@@ -105,18 +110,58 @@ class FusedLayer(nn.Module):
         return out
 
 
-def fuse_layers(base: Any, head_dim: int, make_linear: MakeLinear) -> bool:
+class NativeLayer(FusedLayer):
+    """The same with the native CPU kernels; its MLP is gated by SiLU."""
+
+    def __init__(
+        self, layer: Any, index: int, head_dim: int, make_linear: MakeLinear, kernels: Kernels
+    ) -> None:
+        super().__init__(layer, index, head_dim, make_linear)
+        self._kernels = kernels
+        self._head_norms: tuple[Tensor, Tensor, float] | None = None
+        if self.q_norm is not None and self.k_norm is not None:
+            self._head_norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.variance_epsilon
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        tree_pass: Any,
+        **unused: Any,
+    ) -> Tensor:
+        """`[1, T, hidden]` -> `[1, T, hidden]`; `tree_pass` is a `NativePass`."""
+        kernels, norm, mlp_norm = self._kernels, self.input_norm, self.mlp_norm
+        qkv = self.qkv(kernels.rms_norm(hidden_states, norm.weight, norm.variance_epsilon))
+        attended = tree_pass.attend(self._index, qkv, position_embeddings, self._scaling, self._head_norms)
+        hidden_states, normed = kernels.add_rms_norm(
+            hidden_states, self.out(attended), mlp_norm.weight, mlp_norm.variance_epsilon
+        )
+        return hidden_states + self.down(kernels.silu_mul(self.gate_up(normed)))  # type: ignore[no-any-return]
+
+
+def fuse_layers(base: Any, head_dim: int, make_linear: MakeLinear, kernels: Kernels | None = None) -> bool:
     """Replace all layers of a base model, or none if any has other parts than expected.
+
+    Args:
+        kernels: Used by layers whose activation they have.
 
     Returns:
         Whether they were replaced.
     """
     if not all(_fits(layer) for layer in base.layers):
         return False
+    is_native = kernels is not None and all(_is_silu(layer.mlp.act_fn) for layer in base.layers)
     for index, layer in enumerate(base.layers):
-        base.layers[index] = FusedLayer(layer, index, head_dim, make_linear)
-    base.rotary_emb = SignedRotary(base.rotary_emb)
+        parts = layer, index, head_dim, make_linear
+        base.layers[index] = NativeLayer(*parts, kernels) if is_native and kernels else FusedLayer(*parts)
+    base.rotary_emb = SignedRotary(base.rotary_emb, torch.float32 if is_native else None)
     return True
+
+
+def _is_silu(act: nn.Module) -> bool:
+    x = torch.linspace(-3, 3, 7)
+    return torch.equal(act(x), torch.nn.functional.silu(x))
 
 
 def _fits(layer: nn.Module) -> bool:

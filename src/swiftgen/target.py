@@ -18,9 +18,10 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from swiftgen.architectures import head_dim
 from swiftgen.attention import ATTENTION_NAME, TreePass, prefix_kernel, tree_attention, tree_mask
-from swiftgen.cache import BLOCK_TOKENS, CacheShape, FullCache, KVCache
-from swiftgen.layers import fuse_layers
+from swiftgen.cache import BLOCK_TOKENS, CacheShape, CacheView, FullCache, KVCache
+from swiftgen.layers import NativeLayer, fuse_layers
 from swiftgen.linear import PackedLinear, can_pack, pack_linears
+from swiftgen.native import NativePass, kernels_for
 from swiftgen.tree import DraftTree
 
 LM_HEAD_ROWS = 32
@@ -33,16 +34,11 @@ class PassOutput:
 
     Args:
         hidden: Hidden states before the final norm, `[T, hidden]`.
-        queries: Per layer, `[Hkv, G, T, D]`.
+        queries: `[num_layers, Hkv, G, T, D]`.
     """
 
     hidden: Tensor
-    queries: list[Tensor]
-
-    def queries_at(self, row: int) -> list[Tensor]:
-        """Per layer the queries of one live row, `[Hkv, G, D]`."""
-        row %= len(self.hidden)
-        return [queries[:, :, row] for queries in self.queries]
+    queries: Tensor
 
 
 class Target:
@@ -68,7 +64,9 @@ class Target:
         self._base.norm = nn.Identity()
         self._packed = can_pack(self.device, self.dtype)
         make_linear = PackedLinear if self._packed else nn.Identity()
-        self._fused = fuse_layers(self._base, head_dim(self.config), make_linear)
+        kernels = kernels_for(attention, self.device, self.dtype, head_dim(self.config))
+        self._fused = fuse_layers(self._base, head_dim(self.config), make_linear, kernels)
+        self._kernels = kernels if isinstance(self._base.layers[0], NativeLayer) else None
         if self._packed and not self._fused:
             pack_linears(self._base)
         self._lm_head: nn.Module = make_linear(model.lm_head)
@@ -90,7 +88,7 @@ class Target:
             "torch": torch.__version__,
             "device": self.device.type,
             "dtype": str(self.dtype).removeprefix("torch."),
-            "prefix": self._prefix_kernel.__name__,
+            "attention": f"native {self._kernels.build}" if self._kernels else self._prefix_kernel.__name__,
             "packed_linears": self._packed,
             "fused_layers": self._fused,
             "block_tokens": BLOCK_TOKENS,
@@ -124,8 +122,9 @@ class Target:
             )
         if len(parts) == 1:
             return parts[0]
-        queries = [torch.cat(layer, dim=2) for layer in zip(*(part.queries for part in parts), strict=True)]
-        return PassOutput(torch.cat([part.hidden for part in parts]), queries)
+        return PassOutput(
+            torch.cat([part.hidden for part in parts]), torch.cat([part.queries for part in parts], dim=3)
+        )
 
     def _forward_rows(
         self, tree: DraftTree, first: int, live: int, size: int, position: int, cache: KVCache
@@ -135,17 +134,22 @@ class Target:
         rows = slice(first, first + live)
         token_ids = torch.tensor([tree.tokens[rows] + tree.tokens[:1] * padding])
         positions = torch.tensor([tree.depths[rows] + [0] * padding]) + position
-        visible = tree.visibility(first + size)[first:]
-        mask = tree_mask(visible, cache.num_tail_tokens, self._group)
-        tree_pass = TreePass(cache, mask.to(self.device), self._prefix_kernel, first)
+        tree_pass = self._new_pass(cache.view(size, first), tree.visibility(first + size)[first:])
         hidden = self._base(
             input_ids=token_ids.to(self.device),
             position_ids=positions.to(self.device),
             use_cache=False,
             tree_pass=tree_pass,
         ).last_hidden_state
-        queries = [layer[:, :, :live] for layer in tree_pass.queries]
-        return PassOutput(hidden[0, :live], queries)
+        return PassOutput(hidden[0, :live], tree_pass.stacked_queries()[:, :, :, :live])
+
+    def _new_pass(self, view: CacheView, visible: Tensor) -> TreePass | NativePass:
+        if self._kernels:
+            return NativePass(self._kernels, view, visible, self.config.num_attention_heads)
+        num_before = view.tail_keys.shape[2] - visible.shape[1]
+        return TreePass(
+            view, tree_mask(visible, num_before, self._group).to(self.device), self._prefix_kernel
+        )
 
     def normed(self, hidden: Tensor) -> Tensor:
         """The model's final norm: what the lm_head reads, `[T, hidden]`."""
@@ -164,7 +168,7 @@ class Target:
             size = min(LM_HEAD_ROWS, num_rows or self.pass_size(len(part)))
             padded = nn.functional.pad(part, (0, 0, 0, size - len(part)))
             logits.append(self._lm_head(padded)[: len(part)].float())
-        return torch.cat(logits)
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def prefill(
         self, token_ids: Sequence[int], cache: FullCache, on_progress: Callable[[int], None] | None = None

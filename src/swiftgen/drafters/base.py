@@ -21,19 +21,25 @@ class Committed:
         token_ids: New tokens; the last one has no key in the cache yet.
         cache: The full cache, already grown.
         begin: Its length before.
-        queries: Per layer the queries of the last token in the cache, `[Hkv, G, D]`; empty without a pass.
+        queries: Those of the last token in the cache, `[num_layers, Hkv, G, D]`; None without a pass.
         state: Its hidden state before the final norm, `[hidden]`; None without a pass.
     """
 
     token_ids: Sequence[int]
     cache: FullCache
     begin: int
-    queries: Sequence[Tensor]
+    queries: Tensor | None
     state: Tensor | None
 
 
 class Drafter(Protocol):
-    """Adds drafts to a tree and learns from what was written."""
+    """Adds drafts to a tree and learns from what was written.
+
+    Attributes:
+        num_passes: Passes of the target that a proposal costs.
+    """
+
+    num_passes: int
 
     def propose(self, tree: DraftTree, history: History) -> None:
         """Add drafted tokens below the root of `tree`, the last token of `history`."""

@@ -30,6 +30,8 @@ class SelfDrafter:
         beam, floor: As `HeadsDrafter` has them.
     """
 
+    num_passes = 1
+
     def __init__(
         self,
         target: Target,
@@ -67,5 +69,5 @@ class SelfDrafter:
 
     def observe(self, committed: Committed) -> None:
         """Let the partial cache follow the full one."""
-        if committed.cache.length > committed.begin:
+        if committed.queries is not None and committed.cache.length > committed.begin:
             self._cache.update(committed.cache, committed.begin, committed.queries)

@@ -1,0 +1,286 @@
+"""CPU kernels written in C++ (`kernels.cpp`): everything of a layer but its matrix products.
+
+They are built once, by the C++ compiler of the machine for its own processor, and kept in the cache folder.
+Without a compiler the same is done by PyTorch operators, at about half the speed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from swiftgen.cache import CacheView
+from swiftgen.errors import SwiftgenError
+from swiftgen.model_store import building, cache_folder
+
+MAX_HEAD_DIM = 512
+_FLAGS = ("-O3", "-march=native", "-std=gnu++17", "-ffp-contract=fast", "-fPIC", "-shared", "-fopenmp")
+_BUILD_TIMEOUT_S = 300
+
+logger = logging.getLogger(__name__)
+
+
+class _Pass(ctypes.Structure):
+    """`Pass` of kernels.cpp."""
+
+    _fields_ = (
+        *[
+            (name, ctypes.c_int32)
+            for name in (
+                *("is_bf16", "num_threads", "num_rows", "num_heads", "num_kv_heads", "head_dim"),
+                *("num_prefix", "num_tail"),
+            )
+        ],
+        ("prefix_stride", ctypes.c_int64),
+        ("tail_stride", ctypes.c_int64),
+        ("scaling", ctypes.c_float),
+        ("norm_eps", ctypes.c_float),
+        *[(name, ctypes.c_void_p) for name in ("cos", "signed_sin", "bias", "workspace")],
+    )
+
+
+class _Layer(ctypes.Structure):
+    """`Layer` of kernels.cpp."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_void_p)
+        for name in (
+            *("prefix_keys", "prefix_values", "tail_keys", "tail_values"),
+            *("q_norm", "k_norm", "qkv", "queries", "attended"),
+        )
+    )
+
+
+class Kernels:
+    """The library. Tensors must be contiguous, on the CPU, all bfloat16 or all float32.
+
+    Attributes:
+        build: Identifies source, compiler and processor: other builds may round differently.
+    """
+
+    def __init__(self, library: Path, build: str) -> None:
+        self.build = build
+        self._library = lib = ctypes.CDLL(str(library))
+        pointer, number = ctypes.c_void_p, ctypes.c_int
+        lib.swiftgen_padded_rows.argtypes = [number]
+        lib.swiftgen_workspace.argtypes, lib.swiftgen_workspace.restype = [pointer], ctypes.c_int64
+        lib.swiftgen_attend.argtypes = [pointer, pointer]
+        lib.swiftgen_rms_norm.argtypes = [
+            *(number, pointer, pointer, pointer, pointer, ctypes.c_float, pointer, number, number)
+        ]
+        lib.swiftgen_silu_mul.argtypes = [number, pointer, pointer, number, number]
+        for name in ("attend", "rms_norm", "silu_mul"):
+            getattr(lib, f"swiftgen_{name}").restype = None
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm over the last dimension, rounded once."""
+        out = torch.empty_like(x)
+        self._rms_norm(x, None, None, weight, eps, out)
+        return out
+
+    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """`x + delta`, and its RMSNorm."""
+        total, out = torch.empty_like(x), torch.empty_like(x)
+        self._rms_norm(x, delta, total, weight, eps, out)
+        return total, out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """`silu(gate) * up` of `[..., 2 * width]`, gate first: `[..., width]`."""
+        width = gate_up.shape[-1] // 2
+        out = gate_up.new_empty(*gate_up.shape[:-1], width)
+        self._library.swiftgen_silu_mul(
+            *(_is_bf16(out), gate_up.data_ptr(), out.data_ptr(), out.numel() // width, width)
+        )
+        return out
+
+    def padded_rows(self, num_rows: int) -> int:
+        """Query rows of a KV head as they lie in vectors."""
+        padded: int = self._library.swiftgen_padded_rows(num_rows)
+        return padded
+
+    def workspace(self, described: _Pass) -> Tensor:
+        """Memory for a pass."""
+        return torch.empty(self._library.swiftgen_workspace(ctypes.addressof(described)))
+
+    def attend(self, described: _Pass, layer: _Layer) -> None:
+        """RoPE, write to the cache, attend."""
+        self._library.swiftgen_attend(ctypes.addressof(described), ctypes.addressof(layer))
+
+    def _rms_norm(
+        self, x: Tensor, delta: Tensor | None, total: Tensor | None, weight: Tensor, eps: float, out: Tensor
+    ) -> None:
+        width = x.shape[-1]
+        self._library.swiftgen_rms_norm(
+            *(_is_bf16(x), x.data_ptr(), _pointer(delta), _pointer(total), weight.data_ptr(), eps),
+            *(out.data_ptr(), x.numel() // width, width),
+        )
+
+
+class NativePass:
+    """One pass over T rows, see `attention.TreePass`.
+
+    Args:
+        view: What the rows attend to; gets their keys and values.
+        visible: Which row sees which, bool `[T, rows of the tree so far]`.
+        num_heads: Query heads.
+    """
+
+    def __init__(self, kernels: Kernels, view: CacheView, visible: Tensor, num_heads: int) -> None:
+        num_layers, num_kv_heads, num_tail, head_dim = view.tail_keys.shape
+        group, num_rows = num_heads // num_kv_heads, len(visible)
+        self._kernels, self._view = kernels, view
+        self._bias = torch.zeros(num_tail, kernels.padded_rows(group * num_rows))
+        own = self._bias[num_tail - visible.shape[1] :, : group * num_rows]
+        own.masked_fill_(~visible.T.repeat(1, group), float("-inf"))
+        shape = (num_layers, num_kv_heads, group, num_rows, head_dim)
+        self._queries = torch.empty(shape, dtype=view.tail_keys.dtype)
+        self._described = _Pass(
+            is_bf16=_is_bf16(view.tail_keys),
+            num_threads=torch.get_num_threads(),
+            num_rows=num_rows,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            num_prefix=view.prefix_keys.shape[2],
+            num_tail=num_tail,
+            prefix_stride=view.prefix_keys.stride(1),
+            tail_stride=view.tail_keys.stride(1),
+            bias=self._bias.data_ptr(),
+        )
+        self._workspace = kernels.workspace(self._described)
+        self._described.workspace = self._workspace.data_ptr()
+        self._layer = _Layer()
+        self._bytes = view.tail_keys.element_size()
+
+    def attend(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        scaling: float,
+        norms: tuple[Tensor, Tensor, float] | None,
+    ) -> Tensor:
+        """RoPE, write keys and values to the cache, attend.
+
+        Args:
+            layer: Its index.
+            qkv: `[1, T, (H + 2 Hkv) * D]`.
+            rotary: Cosine and signed sine, float32 `[T, 1, D]`.
+            scaling: Factor of the scores.
+            norms: Weights `[D]` of the RMSNorms of query and key heads, and their epsilon.
+
+        Returns:
+            `[1, T, H * D]`.
+        """
+        described, pointers, view = self._described, self._layer, self._view
+        described.scaling = scaling
+        described.cos, described.signed_sin = rotary[0].data_ptr(), rotary[1].data_ptr()
+        if norms:
+            pointers.q_norm, pointers.k_norm = norms[0].data_ptr(), norms[1].data_ptr()
+            described.norm_eps = norms[2]
+        for name in ("prefix_keys", "prefix_values", "tail_keys", "tail_values"):
+            tensor: Tensor = getattr(view, name)
+            setattr(pointers, name, tensor.data_ptr() + layer * tensor.stride(0) * self._bytes)
+        out = qkv.new_empty(1, qkv.shape[1], described.num_heads * described.head_dim)
+        pointers.qkv, pointers.attended = qkv.data_ptr(), out.data_ptr()
+        pointers.queries = self._queries.data_ptr() + layer * self._queries.stride(0) * self._bytes
+        self._kernels.attend(described, pointers)
+        return out
+
+    def stacked_queries(self) -> Tensor:
+        """`[num_layers, Hkv, G, T, D]`."""
+        return self._queries
+
+
+def kernels_for(attention: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernels | None:
+    """The kernels for a preset's `model.attention`; None where PyTorch's operators are to be used.
+
+    Raises:
+        SwiftgenError: If they are asked for and cannot be had.
+    """
+    if attention not in ("auto", "native"):
+        return None
+    kernels: Kernels | None = None
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16) or head_dim > MAX_HEAD_DIM:
+        problem = "they are for CPUs, bfloat16 or float32, and heads of at most 512"
+    else:
+        kernels, problem = _built()
+    if kernels is None and attention == "native":
+        raise SwiftgenError(
+            f"the native CPU kernels cannot be used: {problem}", "use `--set model.attention=auto` otherwise"
+        )
+    return kernels
+
+
+@functools.cache
+def _built() -> tuple[Kernels | None, str]:
+    """The kernels, or None and why not; built unless the cache folder has them."""
+    compiler = next(filter(None, map(shutil.which, _compilers())), None)
+    if compiler is None:
+        return None, "no C++ compiler was found (install g++ or clang++)"
+    source = resources.files("swiftgen").joinpath("kernels.cpp").read_text(encoding="utf-8")
+    try:
+        version = subprocess.run([compiler, "--version"], capture_output=True, timeout=60, check=True).stdout
+        described = "\n".join([source, *_FLAGS, version.decode(errors="replace"), _processor()])
+        build = hashlib.sha256(described.encode()).hexdigest()[:16]
+        library = cache_folder() / "kernels" / f"{build}.so"
+        if not library.exists():
+            _build(compiler, source, library)
+    except SwiftgenError as error:  # the cache folder
+        return None, error.message
+    except (OSError, subprocess.SubprocessError) as error:
+        output = getattr(error, "stderr", None) or str(error).encode()
+        logger.info("the native kernels could not be built: %s", output.decode(errors="replace"))
+        return None, f"{compiler} could not build them"
+    try:
+        return Kernels(library, build), ""
+    except (OSError, AttributeError):
+        library.unlink(missing_ok=True)  # damaged: built anew the next time
+        return None, f"{compiler} could not build a library that loads"
+
+
+def _build(compiler: str, source: str, library: Path) -> None:
+    with building(library) as work:
+        if library.exists():
+            return
+        file = work / "kernels.cpp"
+        file.write_text(source, encoding="utf-8")
+        made = work / library.name
+        command = [compiler, *_FLAGS, str(file), "-o", str(made)]
+        subprocess.run(command, capture_output=True, timeout=_BUILD_TIMEOUT_S, check=True)
+        if not made.exists():
+            raise subprocess.SubprocessError(f"{compiler} wrote nothing")
+        made.replace(library)
+
+
+def _compilers() -> Sequence[str]:
+    return [os.environ.get("CXX", ""), "c++", "g++", "clang++"]
+
+
+def _processor() -> str:
+    """The processor's name and units; code built for one may not run on another."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() + platform.machine()
+    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+
+
+def _is_bf16(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.bfloat16
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
