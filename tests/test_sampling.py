@@ -267,6 +267,14 @@ def test_top_p_reaches_beyond_its_shortlist_in_a_flat_distribution():
     assert ((expected > -math.inf).sum(dim=-1) - kept).abs().max() <= 1
 
 
+def dense_scores(ours: Sampler, logits: Tensor, positions: Tensor, windows: Tensor) -> Tensor:
+    """Scores of the whole vocabulary; tokens that were left out cannot occur."""
+    dense = torch.full(logits.shape, -math.inf, dtype=torch.float64)
+    scores, ids = ours.scores(logits, positions, windows)
+    dense[:, ids] = scores
+    return dense
+
+
 class TestPicks:
     def test_a_greedy_tie_goes_to_the_lowest_id(self):
         logits = torch.zeros(2, 1000)
@@ -286,16 +294,28 @@ class TestPicks:
         for candidates in ours.rank(logits.clone(), positions, windows, width=6):
             assert sorted(token for token, _ in candidates) == [1, 2, 5]
 
+    @pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0, 1e4])
+    @pytest.mark.parametrize("temperature", [0.3, 1.0, 3.7])
+    @pytest.mark.parametrize("min_p", [1e-4, 0.1, 1.0])
+    def test_leaving_out_what_min_p_filters_changes_no_score(
+        self, min_p: float, temperature: float, scale: float
+    ):
+        ours = sampler(W=6, theta=1.2, min_p=min_p, temperature=temperature, top_k=7)
+        logits, positions = random_logits(40) * scale, torch.arange(40)
+        windows = torch.randint(VOCAB_SIZE, (40, 6), generator=torch.Generator().manual_seed(2))
+        processed = ours.process(logits.clone(), windows)
+        noise = keyed_gumbel(ours.seed, positions[:, None], torch.arange(VOCAB_SIZE)[None])
+        assert torch.equal(dense_scores(ours, logits.clone(), positions, windows), processed.double() + noise)
+
     @pytest.mark.parametrize("settings", [*FILTERS.values(), {"temperature": 0.0}])
     def test_a_row_does_not_depend_on_the_others(self, settings: Settings):
         windows = torch.randint(VOCAB_SIZE, (40, 6), generator=torch.Generator().manual_seed(2))
         positions = torch.arange(40) // 3
         ours = sampler(W=6, theta=1.2, **settings)
-        together = ours.scores(random_logits(40), positions, windows)
+        together = dense_scores(ours, random_logits(40), positions, windows)
         for row in range(40):
-            alone = ours.scores(
-                random_logits(40)[row : row + 1], positions[row : row + 1], windows[row : row + 1]
-            )
+            one = slice(row, row + 1)
+            alone = dense_scores(ours, random_logits(40)[one], positions[one], windows[one])
             assert torch.equal(alone[0], together[row])
 
     def test_a_pick_depends_on_seed_and_position_but_not_on_the_row(self):
@@ -312,9 +332,8 @@ class TestPicks:
         ranked = ours.rank(random_logits(50), positions, windows, width=4)
         firsts = [candidates[0].token for candidates in ranked]
         assert firsts == ours.pick(random_logits(50), positions, windows)
-        for candidates, scores in zip(
-            ranked, ours.scores(random_logits(50), positions, windows), strict=True
-        ):
+        dense = dense_scores(ours, random_logits(50), positions, windows)
+        for candidates, scores in zip(ranked, dense, strict=True):
             possible = int((scores > -math.inf).sum())
             best = sorted(range(VOCAB_SIZE), key=lambda token: -scores[token].item())
             assert [token for token, _ in candidates] == best[: min(4, possible)]
@@ -402,8 +421,9 @@ class TestRestrictedSampler:
         logits, positions = random_logits(40), torch.arange(40)
         # Windows hold tokens of the vocabulary and, mostly, others; some of them twice.
         windows = torch.randint(VOCAB_SIZE, (40, 12), generator=torch.Generator().manual_seed(1))
-        expected = whole.scores(logits.clone(), positions, windows)[:, self.VOCABULARY]
-        actual = restricted.scores(self.restricted_logits(logits), positions, windows)
+        expected = whole.scores(logits.clone(), positions, windows)[0][:, self.VOCABULARY]
+        actual, ids = restricted.scores(self.restricted_logits(logits), positions, windows)
+        assert ids[:-1].tolist() == self.VOCABULARY.tolist()
         assert torch.equal(actual[:, :-1], expected)
         assert (actual[:, -1] == -math.inf).all()
         assert (actual[:, [2, 4]] == -math.inf).all()  # 7 and 21

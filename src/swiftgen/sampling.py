@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 NEG_INF = float("-inf")
 _TOP_P_CANDIDATES = 1024
 _CONFIDENCE_WIDTH = 8  # candidates that share the confidence of a draft
+_LOGIT_SLACK = 1e-4
 
 # Multipliers of splitmix64 (Steele et al. 2014) as signed 64-bit integers; products wrap.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -133,7 +134,7 @@ class Sampler:
         self.W = W if theta != 1.0 else 0
         self.theta = theta
         self._suppressed = torch.tensor(sorted(set(suppressed)), dtype=torch.int64)
-        self._vocabulary: Tensor | None = None
+        self._tokens: Tensor | None = None  # of the columns; None: each column is the token of its number
         self._columns: Tensor | None = None
 
     def restricted_to(self, vocabulary: Tensor, vocab_size: int) -> Sampler:
@@ -144,7 +145,7 @@ class Sampler:
                 other tokens and is never chosen.
         """
         restricted = copy.copy(self)
-        restricted._vocabulary = vocabulary
+        restricted._tokens = torch.cat([vocabulary, vocabulary[-1:]])  # the last column is never asked for
         restricted._columns = torch.full((vocab_size,), len(vocabulary), device=vocabulary.device)
         restricted._columns[vocabulary] = torch.arange(len(vocabulary), device=vocabulary.device)
         others = torch.tensor([len(vocabulary)], device=vocabulary.device)
@@ -161,43 +162,73 @@ class Sampler:
             positions: int64 `[T]`.
             windows: int64 `[T, window]`, from `History.windows`.
         """
-        picks: list[int] = self.scores(logits, positions, windows).argmax(dim=-1).tolist()
+        scores, ids = self.scores(logits, positions, windows)
+        picks: list[int] = ids[scores.argmax(dim=-1)].tolist()
         return picks
 
     @torch.inference_mode()
     def rank(self, logits: Tensor, positions: Tensor, windows: Tensor, width: int) -> list[list[Candidate]]:
         """The `width` most promising tokens of each row, best first; fewer where fewer can occur."""
-        scores = self.scores(logits, positions, windows)
+        scores, ids = self.scores(logits, positions, windows)
         top = scores.topk(min(max(width, _CONFIDENCE_WIDTH), scores.shape[1]), dim=-1)
         shares = torch.softmax(top.values, dim=-1)
-        ids = top.indices if self._vocabulary is None else _clipped(self._vocabulary, top.indices)
         return [
             [Candidate(token, share) for token, share, score in zip(*row, strict=True) if score > NEG_INF][
                 :width
             ]
-            for row in zip(ids.tolist(), shares.tolist(), top.values.tolist(), strict=True)
+            for row in zip(ids[top.indices].tolist(), shares.tolist(), top.values.tolist(), strict=True)
         ]
 
-    def scores(self, logits: Tensor, positions: Tensor, windows: Tensor) -> Tensor:
-        """Processed logits plus noise, float64 `[T, vocab]`; -inf where a token cannot occur."""
-        processed = self.process(logits, windows)
+    def scores(self, logits: Tensor, positions: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
+        """Processed logits plus noise, and which tokens they are of.
+
+        Returns:
+            float64 `[T, C]`, -inf where a token cannot occur, and the ids of the C tokens that can occur in
+            some row, ascending.
+        """
+        self._adjust(logits, windows)
+        columns = self._hopeful(logits)
+        ids = columns if self._tokens is None else self._tokens[columns]
+        if len(columns) < logits.shape[1]:
+            logits = logits.index_select(1, columns)
+        processed = self._filtered(logits)
         if self.settings.temperature == 0:
-            return processed.double()
-        rows, columns = torch.nonzero(processed > NEG_INF, as_tuple=True)
-        ids = columns if self._vocabulary is None else self._vocabulary[columns]
-        noise = keyed_gumbel(self.seed, positions.to(logits.device)[rows], ids)
+            return processed.double(), ids
+        rows, places = torch.nonzero(processed > NEG_INF, as_tuple=True)
+        noise = keyed_gumbel(self.seed, positions.to(logits.device)[rows], ids[places])
         scores = torch.full_like(processed, NEG_INF, dtype=torch.float64)
-        scores[rows, columns] = processed[rows, columns].double() + noise
-        return scores
+        scores[rows, places] = processed[rows, places].double() + noise
+        return scores, ids
 
     def process(self, logits: Tensor, windows: Tensor) -> Tensor:
         """Penalty, suppression, temperature and filters; float32 `[T, vocab]`, in place."""
-        s = self.settings
+        self._adjust(logits, windows)
+        return self._filtered(logits)
+
+    def _adjust(self, logits: Tensor, windows: Tensor) -> None:
+        """Penalty and suppression."""
         if self.W:
             windows = windows.to(logits.device)
             penalise(logits, windows if self._columns is None else self._columns[windows], self.theta)
         if len(self._suppressed):
             logits.index_fill_(1, self._suppressed.to(logits.device), NEG_INF)
+
+    def _hopeful(self, logits: Tensor) -> Tensor:
+        """Columns that may pass the filters in some row, int64 ascending: a few where min-p decides.
+
+        That spares the filters and the noise the rest of the vocabulary. Top-p and eta need all of it.
+        """
+        s = self.settings
+        if not (s.temperature and s.min_p and s.top_p >= 1 and not s.eta and s.min_tokens_to_keep == 1):
+            return torch.arange(logits.shape[1], device=logits.device)
+        largest = logits.amax(dim=-1, keepdim=True)
+        slack = _LOGIT_SLACK * (1.0 + largest.abs())  # for the rounding of the temperature
+        limit = largest + s.temperature * math.log(s.min_p) - slack
+        return torch.nonzero((logits >= limit).any(dim=0))[:, 0]
+
+    def _filtered(self, logits: Tensor) -> Tensor:
+        """Temperature and filters, in place."""
+        s = self.settings
         if s.temperature == 0:
             return logits
         logits /= s.temperature
@@ -263,8 +294,3 @@ def keep_at_least(logits: Tensor, num_tokens: int) -> None:
     """Mask, in place, all but the `num_tokens` largest logits of each row (ties stay)."""
     limit = logits.topk(num_tokens, dim=-1).values[:, -1:]
     logits.masked_fill_(logits < limit, NEG_INF)
-
-
-def _clipped(vocabulary: Tensor, columns: Tensor) -> Tensor:
-    """Tokens of columns; the last column has none and is never asked for by a finite score."""
-    return vocabulary[columns.clamp(max=len(vocabulary) - 1)]
