@@ -44,7 +44,7 @@ def random_text(seed: int, num_tokens: int, alphabet: int = 3) -> list[int]:
 
 def committed(token_ids: list[int]) -> Committed:
     """As an n-gram drafter sees it."""
-    return Committed(token_ids, cache=None, begin=0, queries=(), state=None)  # type: ignore[arg-type]
+    return Committed(token_ids, cache=None, begin=0, queries=None, state=None)  # type: ignore[arg-type]
 
 
 class TestNgramTable:
@@ -106,43 +106,33 @@ class TestNgramTable:
 
 
 class TestNgramDrafter:
-    def drafted(self, below_root: bool) -> DraftTree:
-        drafter = NgramDrafter(3, 5, seed=0, below_root=below_root)
+    def test_chains_hang_below_every_first_candidate(self):
+        drafter = NgramDrafter(3, 5, seed=0)
         drafter.observe(committed([7, 8, 9, 1, 2, 3]))
         drafter.observe(committed([7, 8, 9, 7]))
         tree = DraftTree(7, max_depth=5)
         tree.add_path(0, [1, 5], "base")
         tree.add(0, 9, "base")
         drafter.propose(tree, History(1))
-        return tree
-
-    def test_chains_hang_below_every_first_candidate(self):
-        tree = self.drafted(below_root=False)
         paths = {tuple(tree.tokens[step] for step in tree.path(node)[1:]) for node in range(1, len(tree))}
         expected = {(1,), (1, 5), (1, 2), (1, 2, 3), (9,), (9, 1), (9, 1, 2)}
         assert paths == expected
         assert [tree.sources[node] for node in tree.children(1)] == ["base", "ngram"]
 
-    def test_chains_hang_below_the_root_if_asked_to(self):
-        tree = self.drafted(below_root=True)
-        (start,) = [node for node in tree.children(0) if tree.sources[node] == "ngram"]
-        assert tree.tokens[start] == 8
-        assert tree.child(start, 9) is not None
-
-    def test_without_a_draft_pass_only_the_root_starts_chains(self):
-        drafter = NgramDrafter(2, 3, seed=0, below_root=False)
+    def test_without_a_candidate_there_is_nothing_to_hang_them_below(self):
+        drafter = NgramDrafter(2, 3, seed=0)
         drafter.observe(committed([1, 2, 1, 2]))
         tree = DraftTree(1, max_depth=5)
         drafter.propose(tree, History(1))
         assert len(tree) == 1
 
-    def test_the_more_frequent_of_a_place_are_drafted_first_and_thought_likelier(self):
-        drafter = NgramDrafter(2, 3, seed=0, below_root=True)
+    def test_the_most_frequent_are_drafted_first(self):
+        drafter = NgramDrafter(2, 3, seed=0)
         drafter.observe(committed([1, 2, 1, 3, 1, 3, 1, 4, 1, 4, 1, 4, 1]))
-        tree = DraftTree(1, max_depth=5)
+        tree = DraftTree(9, max_depth=5)
+        tree.add(0, 1, "base")
         drafter.propose(tree, History(1))
-        assert tree.tokens == [1, 4, 3, 2]
-        assert 1 > tree.chances[1] > tree.chances[2] > tree.chances[3] > 0
+        assert tree.tokens == [9, 1, 4, 3, 2]
 
 
 def after_prompt() -> tuple[Committed, History]:
@@ -153,7 +143,7 @@ def after_prompt() -> tuple[Committed, History]:
     assert prefill is not None
     history = History(100)
     history.extend(PROMPT)
-    return Committed(PROMPT, cache, 0, prefill.queries_at(-1), prefill.hidden[-1]), history
+    return Committed(PROMPT, cache, 0, prefill.queries[:, :, :, -1], prefill.hidden[-1]), history
 
 
 def drafted_by(drafter: Drafter, max_depth: int = 9) -> DraftTree:
@@ -324,11 +314,11 @@ class TestHeadsDrafter:
         prompt, history = after_prompt()
         drafter.observe(prompt)
         tree = DraftTree(PROMPT[-1], max_depth=9)
-        tree.add(0, first, "ngram", 0.1)
+        tree.add(0, first, "ngram", 0.999)
         drafter.propose(tree, history)
         assert tree.tokens == alone.tokens
         assert tree.sources == ["root", "ngram", *["heads"] * 5]
-        assert tree.chances[1] == 0.1
+        assert tree.chances[1] == 0.999
 
     def test_tokens_that_cannot_occur_are_not_drafted(self):
         tree = by_heads("linear", [3, 3, 3], sampler(top_k=2))

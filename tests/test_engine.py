@@ -167,7 +167,7 @@ class TestDrafts:
         for draft in DRAFTS:
             actual, num_drafted = written(draft=draft)
             assert actual == expected, draft
-            assert num_drafted > 0, draft
+            assert num_drafted > 0 or draft == "ngram", draft  # the text may repeat nothing
         for draft in ("auto", "heads", "self"):
             actual, num_drafted = written(draft=draft, heads=str(heads))
             assert actual == expected, draft
@@ -175,6 +175,11 @@ class TestDrafts:
         actual, num_drafted = written(draft="paper", heads=str(heads), tree=[1, 3, 3, 3], refresh="recent")
         assert actual == expected
         assert num_drafted > 3 * 25  # four levels a step, unless a block ends there
+
+    def test_what_stood_in_the_prompt_is_drafted(self, preset_file: Path):
+        engine = swiftgen.load(str(preset_file), {"draft": "ngram"})
+        first, *_ = engine.stream([1, 2, 3] * 60, num_tokens=40, seed=2)
+        assert first.draft_depth > 8
 
     def test_the_heads_draft_by_themselves_if_asked_to(self, preset_file: Path, heads: Path):
         engine = swiftgen.load(str(preset_file), {"draft": "heads", "heads": str(heads)})
@@ -397,3 +402,4 @@ class TestLoad:
         list(engine.stream(PROMPT, num_tokens=1))
         assert engine.arithmetic["dtype"] == "float32"
         assert engine.arithmetic["torch"] == torch.__version__
+        assert str(engine.arithmetic["attention"]).startswith(("native ", "cpu_prefix"))

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from swiftgen.cache import BLOCK_TOKENS, PartialCache
-from swiftgen.drafters.base import Drafter
+from swiftgen.drafters.base import Committed, Drafter
 from swiftgen.drafters.heads import HeadsDrafter, ReadyHeads
+from swiftgen.drafters.lookup import LookupDrafter
 from swiftgen.drafters.ngram import NgramDrafter
 from swiftgen.drafters.self_draft import SelfDrafter
 from swiftgen.exactness import choose_pass_sizes, known_exactness
@@ -89,7 +91,9 @@ def heads_for(kind: str, family: str, dtype: torch.dtype) -> ReadyHeads:
     return ready_heads(heads, family, dtype)
 
 
-def drafters(target: Target, family: str, kind: str, sample: Sampler) -> list[Drafter]:
+def drafters(
+    target: Target, family: str, kind: str, sample: Sampler, text: Sequence[int] = ()
+) -> list[Drafter]:
     """One way to draft."""
     way: list[Drafter] = []
     heads = heads_for(kind, family, target.dtype)
@@ -102,18 +106,31 @@ def drafters(target: Target, family: str, kind: str, sample: Sampler) -> list[Dr
         way.append(SelfDrafter(target, sample, partial, None, [1, 3, 3, 3]))
     elif kind == "all":  # as the paper has it
         way.append(SelfDrafter(target, sample, partial, heads, [1, 3, 3, 3]))
-    if kind in ("ngram", "all"):
-        way.append(NgramDrafter(4, 20, seed=0, below_root=True))
+        way.append(NgramDrafter(4, 20, seed=0))
+    elif kind == "ngram":
+        lookup = LookupDrafter()
+        # Random models repeat nothing: as if all of the text had stood before the prompt, with other ends.
+        for begin in range(0, len(text), 5):
+            lookup.observe(Committed([*text[begin : begin + 9], 7, 1], None, 0, None, None))  # type: ignore[arg-type]
+        way.append(lookup)
     return way
 
 
+MATRIX = [("auto", family, sampler_name) for family in FAMILIES for sampler_name in SAMPLERS]
+# PyTorch's operators, where `auto` means the native kernels: two samplers of a family are enough.
+MATRIX += [
+    ("sdpa", family, list(SAMPLERS)[(2 * number + offset) % len(SAMPLERS)])
+    for number, family in enumerate(FAMILIES)
+    for offset in range(2)
+]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("sampler_name", SAMPLERS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_drafts_change_nothing(family: str, sampler_name: str, dtype: torch.dtype) -> None:
-    target = tiny_target(family, dtype)
+@pytest.mark.parametrize(("attention", "family", "sampler_name"), MATRIX)
+def test_drafts_change_nothing(attention: str, family: str, sampler_name: str, dtype: torch.dtype) -> None:
+    target = tiny_target(family, dtype, attention)
     settings = SAMPLERS[sampler_name]
-    is_first = family == FAMILIES[0]
+    is_first = family == FAMILIES[0] and attention == "auto"
     num_tokens = NUM_TOKENS if is_first else FEWER_TOKENS
     expected = run(target, ar_planner(target), sampler(**settings), PROMPT, num_tokens)
     assert len(set(expected.token_ids)) > 1
@@ -123,7 +140,7 @@ def test_drafts_change_nothing(family: str, sampler_name: str, dtype: torch.dtyp
         if kind == "adversarial":
             planner: Planner = AdversarialPlanner(target, expected.token_ids)
         else:
-            way = drafters(target, family, kind, sample)
+            way = drafters(target, family, kind, sample, [*PROMPT, *expected.token_ids])
             planner = Planner([way], target.pass_sizes, measured=False)
         actual = run(target, planner, sample, PROMPT, num_tokens)
         assert actual.same_bits(expected), kind
@@ -135,14 +152,16 @@ def test_drafts_change_nothing(family: str, sampler_name: str, dtype: torch.dtyp
     assert by_heads > 5 or not is_first
 
 
-@pytest.mark.parametrize("sampler_name", SAMPLERS)
-def test_measured_plan_changes_nothing(sampler_name: str) -> None:
-    target = tiny_target()
+@pytest.mark.parametrize(
+    ("attention", "sampler_name"), [*(("auto", name) for name in SAMPLERS), ("sdpa", "penalty")]
+)
+def test_measured_plan_changes_nothing(attention: str, sampler_name: str) -> None:
+    target = tiny_target(attention=attention)
     settings = SAMPLERS[sampler_name]
     expected = run(target, ar_planner(target), sampler(**settings), PROMPT, NUM_TOKENS)
     sample = sampler(**settings)
     partial = PartialCache(target.cache_shape, budget=48, num_sinks=4, by_importance=False)
-    ngrams = NgramDrafter(4, 20, seed=0, below_root=True)
+    ngrams = LookupDrafter()
     recurrent = heads_for("recurrent, some tokens", "llama", target.dtype)
     ways = [
         [HeadsDrafter(target, sample, recurrent, [4, 4, 4], beam=4), ngrams],
@@ -154,8 +173,9 @@ def test_measured_plan_changes_nothing(sampler_name: str) -> None:
     assert run(target, measured, sample, PROMPT, NUM_TOKENS).same_bits(expected)
 
 
-def test_a_tree_larger_than_the_largest_pass_takes_several() -> None:
-    target = tiny_target()
+@pytest.mark.parametrize("attention", ["auto", "sdpa"])
+def test_a_tree_larger_than_the_largest_pass_takes_several(attention: str) -> None:
+    target = tiny_target(attention=attention)
     tree = DraftTree(5, max_depth=4)
     rng = random.Random(1)
     while len(tree) < 3 * target.max_rows:

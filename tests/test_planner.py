@@ -24,6 +24,8 @@ class ScriptedDrafter:
         self.num_proposed = 0
         self.num_observed = 0
 
+    num_passes = 0
+
     def propose(self, tree: DraftTree, history: History) -> None:
         self.num_proposed += 1
         add_paths(tree, self.paths, self.source)
@@ -425,6 +427,31 @@ class TestWays:
             pass
         machine.takes_s["base"] = 0.1
         assert machine.decode(40).count("base") >= 32
+
+    def with_draft_pass(self, monkeypatch: pytest.MonkeyPatch, takes_s: dict[str, float]) -> Machine:
+        """A pass of the check at start took a second, as verify passes do here."""
+        machine = Machine(monkeypatch, [["heads"], ["base"], []], takes_s)
+        machine.drafters["base"].num_passes = 1
+        return machine
+
+    def test_a_draft_pass_is_not_tried_where_one_token_more_could_not_pay_for_it(
+        self, monkeypatch: pytest.MonkeyPatch
+    ):
+        # Heads: 2 tokens in 1.1 s. With a token and a pass more: 3 in 2.1 s.
+        machine = self.with_draft_pass(monkeypatch, {"heads": 0.1, "base": 1.0})
+        assert {*machine.decode(500)} == {"", "heads"}
+
+    def test_a_draft_pass_is_tried_where_it_could_pay(self, monkeypatch: pytest.MonkeyPatch):
+        # Heads: 2 tokens in 3 s, slower than nothing drafted. The draft pass: 2 tokens in 1.2 s.
+        machine = self.with_draft_pass(monkeypatch, {"heads": 2.0, "base": 0.2})
+        assert machine.decode(500).count("base") > 400
+
+    def test_what_is_drafted_already_can_be_enough(self, monkeypatch: pytest.MonkeyPatch):
+        machine = Machine(monkeypatch, [["ngram", "heads"]], {"ngram": 0.0, "heads": 0.1})
+        machine.drafters["ngram"].paths = [[1] * 8]
+        machine.decode(300)
+        assert machine.ways[:1] == ["ngram+heads"]  # unsure at first
+        assert machine.ways[-1:] == ["ngram"]
 
     def test_the_paper_makes_a_draft_pass_every_step(self, monkeypatch: pytest.MonkeyPatch):
         machine = self.machine(monkeypatch, takes_s=9.0, measured=False)

@@ -43,12 +43,15 @@ def test_drafts_that_begin_alike_share_their_nodes():
     assert tree.depth == 3
 
 
-def test_a_shared_node_keeps_its_first_source_and_chance():
+def test_a_shared_node_has_the_source_and_chance_of_the_surer_drafter():
     tree = small_tree()
     assert tree.sources == ["root", "base", "base", "base", "ngram", "ngram", "ngram"]
     assert tree.chances == [1.0, 0.75, 0.75, 0.75, 0.25, 0.125, 0.125]
+    for source, chance in [("heads", 0.75), ("ngram", 0.1)]:
+        assert tree.add(0, 5, source, chance) == 1
+        assert (tree.sources[1], tree.chances[1], len(tree)) == ("base", 0.75, 7)
     assert tree.add(0, 5, "heads", 0.9) == 1
-    assert (tree.sources[1], tree.chances[1], len(tree)) == ("base", 0.75, 7)
+    assert (tree.sources[1], tree.chances[1], len(tree)) == ("heads", 0.9, 7)
 
 
 def test_the_same_token_below_different_parents_is_different_nodes():

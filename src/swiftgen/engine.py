@@ -18,6 +18,7 @@ from swiftgen.cache import BLOCK_TOKENS, FullCache, PartialCache
 from swiftgen.decode import StepEvent, decode
 from swiftgen.drafters.base import Drafter
 from swiftgen.drafters.heads import HeadsDrafter, ReadyHeads
+from swiftgen.drafters.lookup import LookupDrafter
 from swiftgen.drafters.ngram import NgramDrafter
 from swiftgen.drafters.self_draft import SelfDrafter
 from swiftgen.errors import SwiftgenError
@@ -233,7 +234,7 @@ class Engine:
         shape = preset.tree if mode == "paper" else (preset.tree[0], *WIDTHS)
         by_pass: list[Drafter] = []
         by_heads: list[Drafter] = []
-        by_ngrams: list[Drafter] = []
+        by_lookup: list[Drafter] = []
         if mode in ("paper", "self", "auto"):
             partial = PartialCache(
                 target.cache_shape,
@@ -244,15 +245,17 @@ class Engine:
             by_pass = [SelfDrafter(target, sampler, partial, heads, shape, beam, floor)]
         if mode in ("heads", "auto") and heads is not None:
             by_heads = [HeadsDrafter(target, sampler, heads, WIDTHS, beam, floor)]
-        if mode in ("paper", "ngram", "auto") and preset.k:
-            by_ngrams = [NgramDrafter(preset.ngram, preset.k, seed, below_root=mode != "paper")]
+        if mode == "paper" and preset.k:
+            by_pass.append(NgramDrafter(preset.ngram, preset.k, seed))
+        if mode in ("ngram", "auto"):
+            by_lookup = [LookupDrafter()]
         ways: dict[str, list[list[Drafter]]] = {
             "none": [[]],
-            "paper": [by_pass + by_ngrams],
-            "ngram": [by_ngrams],
+            "paper": [by_pass],
+            "ngram": [by_lookup],
             "heads": [by_heads, []],
             "self": [by_pass, []],
-            "auto": [by_heads + by_ngrams, by_pass + by_ngrams, by_ngrams][0 if by_heads else 1 :],
+            "auto": [by_lookup + by_heads, by_lookup + by_pass, by_lookup][0 if by_heads else 1 :],
         }
         pass_seconds = self._prepared.exactness.pass_seconds
         return Planner(ways[mode], target.pass_sizes, mode != "paper", pass_seconds)
@@ -261,8 +264,8 @@ class Engine:
         """Room behind the text for the largest tree, padding included."""
         preset = self.preset
         by_heads = max(num_tree_nodes(preset.tree), preset.tree[0] + BEAM * sum(WIDTHS))
-        drafted = by_heads + (1 + preset.tree[0]) * preset.k * (preset.ngram - 1)
-        return 1 + drafted + max(BLOCK_TOKENS, self._prepared.target.max_rows)
+        by_ngrams = max(LookupDrafter.max_nodes, preset.tree[0] * preset.k * (preset.ngram - 1))
+        return 1 + by_heads + by_ngrams + max(BLOCK_TOKENS, self._prepared.target.max_rows)
 
     @cached_property
     def _suppressed_ids(self) -> set[int]:

@@ -22,7 +22,9 @@ PROBE_STEPS = 8
 """A way to draft that is not the fastest is tried for so many steps ..."""
 FIRST_PROBE, LAST_PROBE = 32, 2048
 """... first after the smaller number of steps, then after twice as many each time, up to the larger."""
+_ENOUGH = 4.0  # expected tokens of a step from where on no further drafter is asked
 _NEAR = 0.85  # a way this near to the fastest is tried at the first interval again
+_HOPEFUL = 0.95  # a way that cannot come this near is not tried
 _MEMORY = 0.03  # weight of the newest outcome in an acceptance estimate
 _TIME_MEMORY = 0.1
 _RATE_MEMORY = 0.02
@@ -90,6 +92,11 @@ class PassCosts:
             return self._before[size]
         near = next((s for s in reversed(tried) if s <= size), tried[0])
         return self._seconds[near] * self._before[size] / self._before[near]
+
+    def draft_pass_seconds(self) -> float:
+        """Estimate for a pass of the draft, which reads no more context than the check at start did."""
+        smallest = self._sizes[0]
+        return min(self._before[smallest], self.seconds(smallest))
 
     def observe(self, size: int, seconds: float) -> None:
         """Learn from a step. The first measurement of a size is taken as it is."""
@@ -167,6 +174,8 @@ class Planner:
         begin = time.perf_counter()
         for drafter in self._way.drafters:
             drafter.propose(tree, history)
+            if self._measured and sum(self._acceptance.chances(tree)) > _ENOUGH:
+                break
         self._draft_s = time.perf_counter() - begin
         return self._best_subtree(tree) if self._measured else tree
 
@@ -190,14 +199,16 @@ class Planner:
         if self._steps_left:
             self._steps_left -= 1
             return
-        fastest = max(self._ways, key=lambda way: (way.rate, -len(way.drafters)))
+        tried = max(self._ways, key=lambda way: (way.seconds > 0, way.rate, -len(way.drafters)))
+        hopeful = [way for way in self._ways if way is tried or self._is_hopeful(way, tried)]
+        fastest = max(hopeful, key=lambda way: (way.rate, -len(way.drafters)))
         if self._way is not fastest and self._way.seconds:  # a trial has ended, or a way has been overtaken
             self._way.wait(is_near=self._way.rate > _NEAR * fastest.rate)
         self._way = fastest
         if fastest.rate == math.inf:
             self._steps_left = PROBE_STEPS - 1
             return
-        for way in self._ways:
+        for way in hopeful:
             way.steps_to_probe -= 1
             if way is not fastest and way.steps_to_probe <= 0:
                 self._way, self._steps_left = way, PROBE_STEPS - 1
@@ -205,6 +216,14 @@ class Planner:
                     way.weight, PROBE_STEPS
                 )  # what it did long ago counts no more than this trial
                 return
+
+    def _is_hopeful(self, way: _Way, fastest: _Way) -> bool:
+        """Whether a way could be about as fast: a draft pass can add little more than one token to a step."""
+        num_passes = sum(drafter.num_passes for drafter in way.drafters)
+        if not num_passes or not fastest.seconds:
+            return True
+        seconds = fastest.seconds + num_passes * self._costs.draft_pass_seconds()
+        return (fastest.tokens + num_passes) / seconds > _HOPEFUL * fastest.rate
 
     def _best_subtree(self, tree: DraftTree) -> DraftTree:
         """The likeliest nodes, as many as give the most expected tokens per second."""

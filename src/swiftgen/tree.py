@@ -41,11 +41,13 @@ class DraftTree:
     def add(self, parent: int, token: int, source: str, chance: float = 0.5) -> int | None:
         """Add one drafted token below `parent`; its node, or None below the depth limit.
 
-        `chance` is how likely the drafter thinks the token is if its parent is right. A token already
-        drafted there keeps its first source and chance.
+        `chance` is how likely the drafter thinks the token is if its parent is right. Of two drafters that
+        draft the same token there, the surer one counts, and the first if both are equally sure.
         """
         known = self._children[parent].get(token)
         if known is not None:
+            if chance > self.chances[known]:
+                self.sources[known], self.chances[known] = source, chance
             return known
         if self.depths[parent] >= self.max_depth:
             return None

@@ -69,6 +69,8 @@ class HeadsDrafter:
         floor: Nodes less likely than this to be accepted with their path get none.
     """
 
+    num_passes = 0
+
     def __init__(
         self,
         target: Target,

@@ -16,7 +16,6 @@ from swiftgen.sampling import History
 from swiftgen.tree import DraftTree
 
 SOURCE = "ngram"
-_FIRST_CHANCE = 0.1  # until the planner has seen better
 Gram = tuple[int, ...]
 
 
@@ -62,24 +61,18 @@ class NgramTable:
 
 
 class NgramDrafter:
-    """Hangs n-grams below the level-1 candidates, and below the root if asked to.
+    """Hangs n-grams below the level-1 candidates."""
 
-    Args:
-        below_root: Also draft what followed the root token before; the only drafts without a draft pass.
-    """
+    num_passes = 0
 
-    def __init__(self, n: int, k: int, seed: int, below_root: bool) -> None:
+    def __init__(self, n: int, k: int, seed: int) -> None:
         self._table = NgramTable(n, k, seed)
-        self._below_root = below_root
 
     def propose(self, tree: DraftTree, history: History) -> None:
-        """Add up to k chains of n - 1 tokens below each starting node."""
-        starts = tree.children(0)
-        if self._below_root:
-            starts.append(0)
-        for start in starts:
-            for rank, continuation in enumerate(self._table.most_frequent(tree.tokens[start])):
-                tree.add_path(start, continuation, SOURCE, _FIRST_CHANCE / (1 + rank))
+        """Add up to k chains of n - 1 tokens below each level-1 node."""
+        for start in tree.children(0):
+            for continuation in self._table.most_frequent(tree.tokens[start]):
+                tree.add_path(start, continuation, SOURCE, chance=0.0)  # a candidate stays one of the pass
 
     def observe(self, committed: Committed) -> None:
         """Count what was written."""
