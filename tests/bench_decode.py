@@ -4,8 +4,8 @@
     python tests/bench_decode.py --ask "Write a novel." --ask "Write a manual." --tokens 1000 --no-generate
 
 All get the same prompt, dtype and sampler (transformers has no penalty window, so its penalty sees the
-whole context). Runs are interleaved, figures are medians; prefill and decoding are timed apart. Ends
-with one JSON line on stdout.
+whole context). Runs are interleaved, figures are medians; prefill and decoding are timed apart. The rate that
+the measured memory bandwidth allows is printed beside. Ends with one JSON line on stdout.
 """
 
 from __future__ import annotations
@@ -131,12 +131,26 @@ def main() -> None:
     for row in rows:
         table.add_row(*map(str, row.values()))
     Console(width=140).print(table)
+    limit = read_gb_per_s() * 1e9 / engine.opened.weights_bytes
+    print(f"memory bandwidth allows {limit:.1f} tokens/s, if each token reads the weights once")
     machine = {
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "dtype": str(engine.opened.dtype),
+        "memory_limit_tokens_per_s": round(limit, 1),
     }
     print(json.dumps({"machine": machine, "tokens": options.tokens, "rows": rows}))
+
+
+def read_gb_per_s(num_bytes: int = 1 << 29) -> float:
+    """Memory reads of all threads together: a sum over more than any cache holds."""
+    numbers = torch.ones(num_bytes // 4)
+    times_s = []
+    for _ in range(9):
+        begin = time.perf_counter()
+        numbers.sum().item()
+        times_s.append(time.perf_counter() - begin)
+    return num_bytes / statistics.median(times_s) / 1e9
 
 
 def compare(

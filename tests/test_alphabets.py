@@ -55,5 +55,40 @@ def test_other_scripts_emoji_and_parts_of_characters_go(text: str):
     assert foreign_tokens(Vocabulary(["a", text, "b"]), "latin") == {1}
 
 
+PROSE = {
+    "plain": [
+        " the",
+        "Zoë",
+        "naïve",
+        "12",
+        "\n\n",
+        " ",
+        "(",
+        ' "',
+        "“quoted”",
+        "—",
+        "...",
+        "…",
+        "€5",
+        "A",
+        "iPhone",
+    ],
+    "foreign": [
+        *("\n", "\n\n\n", "\n   ", "\t", "**", "#", "|", "•", "*", "_", "`", "<", "[", "=", "+", "±"),
+        *("THE", "USA", "GPS1", "!!", "??", "--", "::", "//", "я", "🙂", "\ufffd"),
+    ],
+}
+
+
+@pytest.mark.parametrize("text", PROSE["plain"])
+def test_running_text_is_prose(text: str):
+    assert foreign_tokens(Vocabulary([text]), "prose") == set()
+
+
+@pytest.mark.parametrize("text", PROSE["foreign"])
+def test_markup_line_ends_capitals_and_repeated_marks_are_not_prose(text: str):
+    assert foreign_tokens(Vocabulary(["a", text, "b"]), "prose") == {1}
+
+
 def test_any_alphabet_asks_for_nothing():
     assert foreign_tokens(None, "any") == set()

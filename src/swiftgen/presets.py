@@ -63,7 +63,7 @@ class ModelSettings(_Strict):
         "auto", "auto, bfloat16, float16 or float32"
     )
     device: Device = _setting("auto", "auto, cpu, cuda or cuda:N")
-    attention: Literal["auto", "sdpa", "flash"] = _setting("auto", "auto, sdpa or flash")
+    attention: Literal["auto", "native", "sdpa", "flash"] = _setting("auto", "auto, native, sdpa or flash")
 
 
 class SamplerSettings(_Strict):
@@ -99,7 +99,7 @@ class Preset(_Strict):
     refresh: Literal["importance", "recent"] = _setting("importance", "importance or recent")
     sampler: SamplerSettings = Field(default_factory=SamplerSettings)
     eos: Literal["ignore", "stop"] = _setting("ignore", "ignore or stop")
-    alphabet: Literal["any", "latin"] = _setting("any", "any or latin")
+    alphabet: Literal["any", "latin", "prose"] = _setting("any", "any, latin or prose")
     suppress: TokenIds = _setting((), "a list of token ids, 0 or more")
     chat: bool = _setting(False, "true or false")
     system: str | None = _setting(None, "text or null")
