@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from swiftgen.cache import PartialCache
-from swiftgen.drafters.base import Committed, Drafter
+from swiftgen.drafters.base import Committed, Drafter, Pace
 from swiftgen.drafters.heads import OVERCONFIDENCE, HeadsDrafter, ReadyHeads
 from swiftgen.drafters.ngram import NgramDrafter, NgramTable
-from swiftgen.drafters.self_draft import SelfDrafter
+from swiftgen.drafters.self_draft import MAX_PASSES, SelfDrafter
 from swiftgen.heads import DraftHeads, new_heads
 from swiftgen.planner import Planner
 from swiftgen.sampling import History, Sampler, keyed_gumbel
@@ -414,6 +414,41 @@ class TestSelfDrafter:
         heads = ready_heads("linear")
         assert len(draft_pass(heads, [1, 3, 3, 3], sampler(), max_depth=2)) == 1 + 1 + 3
         assert len(draft_pass(heads, [1, 3, 3, 3], sampler(), max_depth=0)) == 1
+
+    @pytest.mark.parametrize("temperature", [0.0, 0.8])
+    def test_passes_in_a_chain_draft_what_the_target_writes_if_the_partial_cache_holds_all(
+        self, temperature: float
+    ):
+        target, sample = tiny_target(), sampler(temperature=temperature, theta=1.3)
+        expected = run(target, ar_planner(target), sample, PROMPT, MAX_PASSES).token_ids
+        tree = self.chained(sample, Pace(1e-9))
+        firsts = [tree.children(0)[0]]
+        while len(firsts) < MAX_PASSES:
+            firsts.append(tree.children(firsts[-1])[0])
+        assert [tree.tokens[node] for node in firsts] == expected
+        assert {tree.sources[node] for node in firsts} == {"base"}
+        assert len(tree) == 1 + 2 * MAX_PASSES  # two candidates a pass
+
+    def test_the_heads_go_on_from_the_last_pass(self):
+        tree = self.chained(sampler(temperature=0.8), Pace(1e-9), ready_heads("recurrent"))
+        sources = {(tree.depths[node], tree.sources[node]) for node in range(1, len(tree))}
+        passes = {(depth, "base") for depth in range(1, MAX_PASSES + 1)}
+        assert sources == passes | {(MAX_PASSES + depth, "heads") for depth in (1, 2)}
+
+    def test_a_pass_that_costs_more_than_it_promises_is_not_made(self):
+        assert self.chained(sampler(), None).depth == 1
+        assert self.chained(sampler(), Pace(0.0)).depth == 1  # not known yet
+        assert self.chained(sampler(), Pace(1e9)).depth == 1
+
+    def test_a_chain_of_passes_ends_with_the_block(self):
+        assert self.chained(sampler(), Pace(1e-9), max_depth=3).depth == 3
+
+    def chained(
+        self, sample: Sampler, pace: Pace | None, heads: ReadyHeads | None = None, max_depth: int = 20
+    ) -> DraftTree:
+        partial = PartialCache(tiny_target().cache_shape, budget=100, num_sinks=2)
+        drafter = SelfDrafter(tiny_target(), sample, partial, heads, [2, 2, 2], pace=pace)
+        return drafted_by(drafter, max_depth)
 
     def test_no_draft_pass_is_made_where_nothing_may_be_drafted(self, monkeypatch: pytest.MonkeyPatch):
         target = tiny_target()

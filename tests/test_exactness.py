@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from swiftgen.cache import BLOCK_TOKENS, PartialCache
-from swiftgen.drafters.base import Committed, Drafter
+from swiftgen.drafters.base import Committed, Drafter, Pace
 from swiftgen.drafters.heads import HeadsDrafter, ReadyHeads
 from swiftgen.drafters.lookup import LookupDrafter
 from swiftgen.drafters.ngram import NgramDrafter
@@ -48,7 +48,7 @@ HEADS = [
     for place in ("from the verify state", "after a draft pass")
     for tokens in ("", ", some tokens")
 ]
-DRAFTERS = ("base", *HEADS, "ngram", "all", "adversarial")
+DRAFTERS = ("base", "several passes", *HEADS, "ngram", "all", "adversarial")
 # Heads see nothing of a family but its hidden states, so beyond the first one a few kinds are enough.
 FEWER_DRAFTERS = (
     "base",
@@ -104,6 +104,8 @@ def drafters(
         way.append(SelfDrafter(target, sample, partial, heads, [1, 4, 2, 2], beam=2))
     elif kind == "base":
         way.append(SelfDrafter(target, sample, partial, None, [1, 3, 3, 3]))
+    elif kind == "several passes":
+        way.append(SelfDrafter(target, sample, partial, heads, [2, 2, 2], beam=2, pace=Pace(1e-9)))
     elif kind == "all":  # as the paper has it
         way.append(SelfDrafter(target, sample, partial, heads, [1, 3, 3, 3]))
         way.append(NgramDrafter(4, 20, seed=0))

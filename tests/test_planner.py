@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from swiftgen.drafters.base import Pace
 from swiftgen.planner import FIRST_PROBE, LAST_PROBE, PROBE_STEPS, AcceptanceEstimates, PassCosts, Planner
 from swiftgen.sampling import History
 from swiftgen.tree import DraftTree
@@ -317,11 +318,14 @@ class Machine:
         ways: Sequence[Sequence[str]],
         takes_s: dict[str, float],
         measured: bool = True,
+        pace: Pace | None = None,
     ) -> None:
         self.clock_s, self.takes_s = 0.0, takes_s
         monkeypatch.setattr("swiftgen.planner.time", SimpleNamespace(perf_counter=lambda: self.clock_s))
         self.drafters = {name: ScriptedDrafter([[1]], name) for name in takes_s}
-        self.plan = Planner([[self.drafters[name] for name in way] for way in ways], SIZES, measured)
+        self.plan = Planner(
+            [[self.drafters[name] for name in way] for way in ways], SIZES, measured, pace=pace
+        )
         self.ways: list[str] = []
         """The way of each step: the names of the drafters that were asked."""
 
@@ -452,6 +456,12 @@ class TestWays:
         machine.decode(300)
         assert machine.ways[:1] == ["ngram+heads"]  # unsure at first
         assert machine.ways[-1:] == ["ngram"]
+
+    def test_drafters_are_told_how_fast_the_fastest_way_is(self, monkeypatch: pytest.MonkeyPatch):
+        pace = Pace()
+        machine = Machine(monkeypatch, [["base"], []], {"base": 0.25}, pace=pace)
+        machine.decode(200)
+        assert pace.tokens_per_s == pytest.approx(2 / 1.25)
 
     def test_the_paper_makes_a_draft_pass_every_step(self, monkeypatch: pytest.MonkeyPatch):
         machine = self.machine(monkeypatch, takes_s=9.0, measured=False)

@@ -16,11 +16,11 @@ from swiftgen.alphabets import foreign_tokens
 from swiftgen.attention import prefix_kernel
 from swiftgen.cache import BLOCK_TOKENS, FullCache, PartialCache
 from swiftgen.decode import StepEvent, decode
-from swiftgen.drafters.base import Drafter
+from swiftgen.drafters.base import Drafter, Pace
 from swiftgen.drafters.heads import HeadsDrafter, ReadyHeads
 from swiftgen.drafters.lookup import LookupDrafter
 from swiftgen.drafters.ngram import NgramDrafter
-from swiftgen.drafters.self_draft import SelfDrafter
+from swiftgen.drafters.self_draft import MAX_PASSES, SelfDrafter
 from swiftgen.errors import SwiftgenError
 from swiftgen.exactness import Exactness, known_exactness
 from swiftgen.heads_files import check_heads, load_heads
@@ -35,6 +35,7 @@ from swiftgen.models import (
 )
 from swiftgen.planner import Planner
 from swiftgen.presets import Preset, load_preset, num_tree_nodes
+from swiftgen.replay import Mismatch, replay
 from swiftgen.sampling import Sampler
 from swiftgen.target import Target
 from swiftgen.text import TextStream
@@ -193,6 +194,15 @@ class Engine:
         self.prepare(len(prompt_ids), num_tokens)
         return self._decode(prompt_ids, num_tokens, seed, on_prefill)
 
+    def replay(self, token_ids: Sequence[int], num_prompt_tokens: int, seed: int) -> Iterator[int | Mismatch]:
+        """Compare a text, prompt first, with what `stream` writes after its prompt; call `prepare` first.
+
+        Yields the number of tokens checked so far; a mismatch is the last that is yielded.
+        """
+        target = self._prepared.target
+        cache = FullCache(target.cache_shape, len(token_ids) + BLOCK_TOKENS + target.max_rows)
+        return replay(target, self.sampler(seed), cache, token_ids, num_prompt_tokens)
+
     def sampler(self, seed: int) -> Sampler:
         """The preset's sampler.
 
@@ -231,7 +241,8 @@ class Engine:
         preset, target, heads = self.preset, self._prepared.target, self._prepared.heads
         mode = preset.draft
         beam, floor = (None, 0.0) if mode == "paper" else (BEAM, FLOOR)
-        shape = preset.tree if mode == "paper" else (preset.tree[0], *WIDTHS)
+        shape = preset.tree if mode == "paper" else (WIDTHS[0], *WIDTHS)
+        pace = Pace()
         by_pass: list[Drafter] = []
         by_heads: list[Drafter] = []
         by_lookup: list[Drafter] = []
@@ -242,7 +253,8 @@ class Engine:
                 preset.sink,
                 by_importance=preset.refresh == "importance",
             )
-            by_pass = [SelfDrafter(target, sampler, partial, heads, shape, beam, floor)]
+            price = None if mode == "paper" else pace
+            by_pass = [SelfDrafter(target, sampler, partial, heads, shape, beam, floor, price)]
         if mode in ("heads", "auto") and heads is not None:
             by_heads = [HeadsDrafter(target, sampler, heads, WIDTHS, beam, floor)]
         if mode == "paper" and preset.k:
@@ -258,12 +270,12 @@ class Engine:
             "auto": [by_lookup + by_heads, by_lookup + by_pass, by_lookup][0 if by_heads else 1 :],
         }
         pass_seconds = self._prepared.exactness.pass_seconds
-        return Planner(ways[mode], target.pass_sizes, mode != "paper", pass_seconds)
+        return Planner(ways[mode], target.pass_sizes, mode != "paper", pass_seconds, pace)
 
     def _max_tree_rows(self) -> int:
         """Room behind the text for the largest tree, padding included."""
         preset = self.preset
-        by_heads = max(num_tree_nodes(preset.tree), preset.tree[0] + BEAM * sum(WIDTHS))
+        by_heads = max(num_tree_nodes(preset.tree), MAX_PASSES * WIDTHS[0] + BEAM * sum(WIDTHS))
         by_ngrams = max(LookupDrafter.max_nodes, preset.tree[0] * preset.k * (preset.ngram - 1))
         return 1 + by_heads + by_ngrams + max(BLOCK_TOKENS, self._prepared.target.max_rows)
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swiftgen.drafters.base import Committed, Drafter
+from swiftgen.drafters.base import Committed, Drafter, Pace
 from swiftgen.sampling import History
 from swiftgen.tree import DraftTree
 
@@ -150,6 +150,7 @@ class Planner:
         pass_sizes: Sizes the target may use, ascending.
         measured: False verifies everything the first way drafts, as the paper does.
         pass_seconds: What a pass of each size took before; empty if unknown.
+        pace: Told how fast the fastest way is.
     """
 
     def __init__(
@@ -158,6 +159,7 @@ class Planner:
         pass_sizes: Sequence[int],
         measured: bool,
         pass_seconds: Sequence[float] = (),
+        pace: Pace | None = None,
     ) -> None:
         self._ways = [_Way(drafters) for drafters in ways]
         self._drafters = list({id(drafter): drafter for way in ways for drafter in way}.values())
@@ -167,6 +169,7 @@ class Planner:
         self._costs = PassCosts(pass_sizes, pass_seconds)
         self._way, self._steps_left = self._ways[0], 0
         self._draft_s = 0.0
+        self._pace = pace or Pace()
 
     def draft(self, tree: DraftTree, history: History) -> DraftTree:
         """Fill the tree with drafts and keep what is worth verifying."""
@@ -191,6 +194,7 @@ class Planner:
         size = next((s for s in self._pass_sizes if s >= len(tree)), self._pass_sizes[-1])
         self._costs.observe(size, seconds - self._draft_s)
         self._way.observe(len(path), seconds)
+        self._pace.tokens_per_s = max(way.rate for way in self._ways if way.seconds)
 
     def _choose_way(self) -> None:
         """Whichever way has been fastest; the others are tried for a few steps now and then."""

@@ -32,6 +32,13 @@ class Committed:
     state: Tensor | None
 
 
+@dataclass
+class Pace:
+    """How fast the text is written: the price of time spent on drafting."""
+
+    tokens_per_s: float = 0.0
+
+
 class Drafter(Protocol):
     """Adds drafts to a tree and learns from what was written.
 

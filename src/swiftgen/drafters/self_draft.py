@@ -1,33 +1,39 @@
-"""Drafts by the target itself: a pass over the root with the partial KV cache, then the draft heads.
+"""Drafts by the target itself: passes over the root with the partial KV cache, then the draft heads.
 
 Paper, sections 3.2 and 3.4. The logits of the pass predict the next token, the heads those after it.
 Candidates are ranked with the noise the target will use, so the first one is what the target would pick
-if the partial cache told it everything.
+if the partial cache told it everything. Beyond the paper, the best candidate can be the root of another
+pass, and so on, where the context is so long that a draft pass costs little beside a verify pass.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from swiftgen.cache import PartialCache
-from swiftgen.drafters.base import Committed
+from swiftgen.drafters.base import Committed, Pace
 from swiftgen.drafters.heads import HeadsDrafter, ReadyHeads
 from swiftgen.sampling import History, Sampler
 from swiftgen.target import Target
 from swiftgen.tree import DraftTree
 
 SOURCE = "base"
+MAX_PASSES = 8
+_TIME_MEMORY = 0.1
 
 
 class SelfDrafter:
-    """One draft pass a step, and a tree of the given shape from it.
+    """Draft passes, and a tree of the given shape from the last one.
 
     Args:
-        heads: None drafts the first level only.
+        heads: None drafts the level of the pass only.
         shape: Children per node at each level, like `[1, 3, 3, 3]`; levels beyond the heads are left out.
         beam, floor: As `HeadsDrafter` has them.
+        pace: Another pass is made while it promises more tokens than its time is worth; None makes one.
     """
 
     num_passes = 1
@@ -41,33 +47,52 @@ class SelfDrafter:
         shape: Sequence[int],
         beam: int | None = None,
         floor: float = 0.0,
+        pace: Pace | None = None,
     ) -> None:
         self._target = target
         self._sampler = sampler
         self._cache = cache
         self._width = shape[0]
         self._heads = HeadsDrafter(target, sampler, heads, shape[1:], beam, floor) if heads else None
+        self._pace = pace
+        self._pass_s = 0.0
 
     @torch.inference_mode()
     def propose(self, tree: DraftTree, history: History) -> None:
-        """Run the draft pass and add its candidates level by level."""
+        """Add the candidates of each pass, then those of the heads level by level."""
         if not tree.max_depth:
             return
-        root = DraftTree(tree.tokens[0], 0)
-        hidden = self._target.forward(root, len(history) - 1, self._cache).hidden  # [1, hidden]
-        windows = history.windows(root, self._sampler.W)
-        (candidates,) = self._sampler.rank(
-            self._target.logits(hidden), torch.tensor([len(history)]), windows, self._width
-        )
-        nodes = [
-            node
-            for token, confidence in candidates
-            if (node := tree.add(0, token, SOURCE, confidence)) is not None
-        ]
-        if self._heads:
-            self._heads.grow(tree, history, nodes, hidden[0])
+        chain = DraftTree(tree.tokens[0], MAX_PASSES)  # what the passes read; the last token is new
+        nodes, hidden, chance = [0], None, 1.0
+        while len(chain) <= MAX_PASSES and (hidden is None or self._is_worth_a_pass(chance)):
+            begin_s = time.perf_counter()
+            hidden = self._target.forward(chain, len(history) - 1, self._cache).hidden[-1]
+            nodes = self._candidates(tree, nodes[0], history, hidden)
+            self._learn(time.perf_counter() - begin_s)
+            if not nodes:
+                return
+            chance *= tree.chances[nodes[0]]
+            chain.add(len(chain) - 1, tree.tokens[nodes[0]], SOURCE)
+        if self._heads and hidden is not None:
+            self._heads.grow(tree, history, nodes, hidden)
 
     def observe(self, committed: Committed) -> None:
         """Let the partial cache follow the full one."""
         if committed.queries is not None and committed.cache.length > committed.begin:
             self._cache.update(committed.cache, committed.begin, committed.queries)
+
+    def _candidates(self, tree: DraftTree, parent: int, history: History, hidden: Tensor) -> list[int]:
+        """The nodes of what the pass predicts below `parent`, best first."""
+        position = torch.tensor([len(history) + tree.depths[parent]])
+        windows = history.windows(tree, self._sampler.W, [parent])
+        logits = self._target.logits(hidden.unsqueeze(0))
+        (candidates,) = self._sampler.rank(logits, position, windows, self._width)
+        added = [tree.add(parent, token, SOURCE, confidence) for token, confidence in candidates]
+        return [node for node in added if node is not None]
+
+    def _is_worth_a_pass(self, chance: float) -> bool:
+        """Whether a token more, if all so far is right, is worth the time of a pass."""
+        return self._pace is not None and chance > self._pace.tokens_per_s * self._pass_s > 0.0
+
+    def _learn(self, seconds: float) -> None:
+        self._pass_s += (_TIME_MEMORY if self._pass_s else 1.0) * (seconds - self._pass_s)
