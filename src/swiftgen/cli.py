@@ -241,6 +241,31 @@ def write(
 
 
 @app.command()
+def verify(
+    document: Annotated[Path, typer.Argument(metavar="FILE", help="A text file written by `write -o`.")],
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Show no progress, only what was found.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="What was found as one line of JSON.")] = False,
+) -> int:
+    """Check that a document is, token for token, what plain decoding writes.
+
+    The token log is replayed with the seed and settings of the run, many tokens a pass,
+    and the text is compared with the log. Ends with 0 if all is exact, with 1 if not.
+
+    [bold]Examples[/bold]
+
+      swiftgen verify book.txt
+
+      swiftgen verify book.txt --json | jq .exact
+    """
+    from swiftgen.verify import VerifyRequest
+    from swiftgen.verify import verify as verify_document
+
+    return verify_document(VerifyRequest(document, quiet, json))
+
+
+@app.command()
 def presets(
     name: Annotated[
         str | None, typer.Argument(help="Print this one, with all its settings.", show_default=False)

@@ -179,6 +179,7 @@ class Sampler:
             for row in zip(ids[top.indices].tolist(), shares.tolist(), top.values.tolist(), strict=True)
         ]
 
+    @torch.inference_mode()
     def scores(self, logits: Tensor, positions: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
         """Processed logits plus noise, and which tokens they are of.
 

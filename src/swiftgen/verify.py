@@ -1,0 +1,191 @@
+"""The `verify` command: is a finished document exactly what plain decoding writes?
+
+The token log is replayed with the seed and the settings in run.yaml, and the text file is compared with the
+decoding of the log. A changed token, byte, seed or setting is found, because the text would be another.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+from tqdm import tqdm
+
+from swiftgen.document import read_tokens, run_folder
+from swiftgen.errors import SwiftgenError
+from swiftgen.manifest import Manifest, read_manifest
+from swiftgen.presets import Preset
+from swiftgen.stdout import write_stdout
+
+if TYPE_CHECKING:
+    from swiftgen.engine import Engine
+    from swiftgen.replay import Mismatch
+
+EXIT_DIFFERS = 1
+
+
+@dataclass(frozen=True)
+class VerifyRequest:
+    """What the command line asked for."""
+
+    document: Path
+    quiet: bool
+    json: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found.
+
+    Args:
+        num_tokens: In the log, without the prompt.
+        num_checked: Tokens that are the target's own picks, counted from the first.
+        mismatch: The first token that is not; None if all are.
+        text_problem: How the text file is not the decoding of the log; empty if it is.
+        notes: What else a reader should know.
+    """
+
+    num_tokens: int
+    num_checked: int
+    mismatch: Mismatch | None
+    text_problem: str
+    notes: Sequence[str]
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether tokens and text are what plain decoding writes."""
+        return self.mismatch is None and not self.text_problem
+
+
+def verify(request: VerifyRequest) -> int:
+    """Checks a document and prints what was found; returns 0 if it is exact, 1 if not.
+
+    Raises:
+        SwiftgenError: there is no such document, its run folder is damaged, or its model is not to be had.
+    """
+    path = request.document
+    folder = run_folder(path)
+    if not folder.is_dir():
+        raise SwiftgenError(
+            f"{path} has no run folder ({folder})", "name a text file written by `swiftgen write -o`"
+        )
+    manifest = read_manifest(folder)
+    token_ids = read_tokens(folder)
+    if len(token_ids) <= manifest.num_prompt_tokens:
+        raise SwiftgenError(f"the token log of {path} holds no text", "it was stopped before the first token")
+    if not request.quiet:
+        print(f"loading {manifest.preset.get('name')} ...", file=sys.stderr)
+    import swiftgen  # PyTorch comes with it, so not before all else is in order
+
+    engine = swiftgen.load(_preset(manifest, folder))
+    engine.prepare(manifest.num_prompt_tokens, manifest.num_tokens)
+    verdict = check_document(engine, path, manifest, token_ids, request.quiet)
+    if request.json:
+        result = {"document": str(path), "exact": verdict.is_exact, **asdict(verdict)}
+        write_stdout(json.dumps(result) + "\n")
+    else:
+        write_stdout("".join(line + "\n" for line in describe(verdict, engine.tokenizer, manifest)))
+    return 0 if verdict.is_exact else EXIT_DIFFERS
+
+
+def check_document(
+    engine: Engine, path: Path, manifest: Manifest, token_ids: Sequence[int], quiet: bool = True
+) -> Verdict:
+    """Replays a document with an engine that is prepared for it.
+
+    Raises:
+        SwiftgenError: the model is another one, or the log holds ids that it does not have.
+    """
+    recorded, fingerprint = manifest.model.fingerprint, engine.loaded.fingerprint
+    if recorded != fingerprint:
+        raise SwiftgenError(
+            f"not the model that wrote {path} (fingerprint {fingerprint[:12]}, then {recorded[:12]})",
+            "set back the model, or its revision",
+        )
+    vocab_size = engine.opened.config.vocab_size
+    if wrong := [token for token in token_ids if token >= vocab_size]:
+        raise SwiftgenError(
+            f"the token log of {path} is damaged: it holds token {wrong[0]}, the model has {vocab_size:,}"
+        )
+    num_prompt, num_tokens = manifest.num_prompt_tokens, len(token_ids) - manifest.num_prompt_tokens
+    num_checked, mismatch = 0, None
+    with tqdm(total=num_tokens, desc="verifying", unit=" tokens", disable=quiet, file=sys.stderr) as bar:
+        for found in engine.replay(token_ids, num_prompt, manifest.seed):
+            if isinstance(found, int):
+                bar.update(found - num_checked)
+                num_checked = found
+            else:
+                mismatch, num_checked = found, found.position - num_prompt
+    return Verdict(
+        num_tokens,
+        num_checked,
+        mismatch,
+        _text_problem(engine.tokenizer, path, manifest, token_ids[num_prompt:]),
+        _notes(engine, manifest, num_tokens),
+    )
+
+
+def describe(verdict: Verdict, tokenizer: Any, manifest: Manifest) -> list[str]:
+    """The verdict in lines for people."""
+    total = f"{verdict.num_tokens:,}"
+    lines = [f"{verdict.num_checked:,} of {total} tokens are exactly what plain decoding writes"]
+    if mismatch := verdict.mismatch:
+        place = mismatch.position - manifest.num_prompt_tokens + 1
+        found, picked = (tokenizer.decode([token]) for token in (mismatch.found, mismatch.picked))
+        lead = "the other cannot occur" if mismatch.margin is None else f"ahead by {mismatch.margin:.3g}"
+        lines = [
+            f"token {place:,} of {total} is not what plain decoding writes",
+            f"the log has {found!r} ({mismatch.found}), the model picks {picked!r} ({mismatch.picked}), "
+            + lead,
+        ]
+    lines.append(verdict.text_problem or "the text file is the decoding of the token log")
+    return [*lines, *verdict.notes]
+
+
+def _preset(manifest: Manifest, folder: Path) -> Preset:
+    """The settings of the run; how it was drafted does not matter."""
+    try:
+        return Preset.model_validate(dict(manifest.preset) | {"draft": "none", "heads": None})
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise SwiftgenError(
+            f"{folder / 'run.yaml'} is damaged: preset.{where}: {problem['msg']}",
+            "it was changed by hand, or written by another version",
+        ) from error
+
+
+def _text_problem(tokenizer: Any, path: Path, manifest: Manifest, token_ids: Sequence[int]) -> str:
+    from swiftgen.text import TextStream
+
+    stream = TextStream(tokenizer)
+    expected = stream.push(token_ids)
+    if manifest.status == "complete":
+        expected += stream.finish()
+    try:
+        actual = path.read_bytes()
+    except OSError as error:
+        raise SwiftgenError(f"cannot read {path}: {error.strerror or error}") from error
+    wanted = expected.encode("utf-8")
+    if actual == wanted or (manifest.status == "running" and wanted.startswith(actual)):
+        return ""  # a process that was killed may have logged tokens whose text it did not write any more
+    same = next((i for i, (a, b) in enumerate(zip(actual, wanted, strict=False)) if a != b), None)
+    if same is not None:
+        return f"the text file differs from the token log at byte {same:,}"
+    return f"the text file has {len(actual):,} bytes, the token log gives {len(wanted):,}"
+
+
+def _notes(engine: Engine, manifest: Manifest, num_tokens: int) -> list[str]:
+    notes = []
+    if num_tokens < manifest.num_tokens and manifest.stop_reason != "eos":
+        notes.append(f"the run was stopped at {num_tokens:,} of {manifest.num_tokens:,} tokens")
+    if not engine.exactness.startswith("lossless ("):
+        notes.append(f"on this machine decoding is {engine.exactness}: a difference may be rounding")
+    elif json.loads(json.dumps(engine.arithmetic)) != manifest.arithmetic:
+        notes.append("it was written with other arithmetic (see run.yaml): a difference may be rounding")
+    return notes
