@@ -2,6 +2,7 @@
 
     python tests/bench_decode.py --text novel.txt --prompts 64,2048,7900 --tokens 96 --repeats 3
     python tests/bench_decode.py --ask "Write a novel." --ask "Write a manual." --tokens 1000 --no-generate
+    python tests/bench_decode.py --mix --set alphabet=any --drafts none,auto --no-generate
 
 All get the same prompt, dtype and sampler (transformers has no penalty window, so its penalty sees the
 whole context). Runs are interleaved, figures are medians; prefill and decoding are timed apart. The rate that
@@ -100,6 +101,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="a long text; prompts are its beginning, raw")
     parser.add_argument("--prompts", default="64,2048,7900", help="prompt lengths in tokens")
     parser.add_argument("--ask", action="append", default=[], help="a chat prompt; can be repeated")
+    parser.add_argument("--mix", action="store_true", help="raw prompts of very different kinds")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--repeats", type=int, default=3, help="each with a seed of its own")
     parser.add_argument("--drafts", default="none,auto,paper")
@@ -113,6 +115,8 @@ def main() -> None:
     if options.text:
         text_ids = engine.tokenizer.encode(options.text.read_text(encoding="utf-8")[:200_000])
         prompts |= {n: text_ids[: int(n)] for n in options.prompts.split(",")}
+    if options.mix:
+        prompts |= {name: engine.tokenizer.encode(text) for name, text in mixed_texts().items()}
     reference = None
     if not options.no_generate:
         opened = engine.opened
@@ -140,6 +144,20 @@ def main() -> None:
         "memory_limit_tokens_per_s": round(limit, 1),
     }
     print(json.dumps({"machine": machine, "tokens": options.tokens, "rows": rows}))
+
+
+def mixed_texts() -> dict[str, str]:
+    """Beginnings that ask for very different texts."""
+    items = ("apples", "bread", "milk", "eggs", "tea", "rice", "salt", "soap")
+    rows = "".join(f"{day},{day * 37 % 90 + 5},{day * 53 % 70 / 10},open\n" for day in range(1, 60))
+    return {
+        "prose": "The sea was calm when the lighthouse keeper found the map. " * 3,
+        "code": Path(argparse.__file__).read_text(encoding="utf-8")[3000:9000],
+        "table": "day,visitors,hours,state\n" + rows,
+        "list": "".join(f"{n}. Buy {items[n % len(items)]}.\n" for n in range(1, 40)),
+        "French": "Le vieux gardien du phare regardait la mer, comme chaque soir, et pensait à sa sœur, "
+        "qui vivait de l'autre côté de la baie. Il ne lui avait pas écrit depuis l'hiver. ",
+    }
 
 
 def read_gb_per_s(num_bytes: int = 1 << 29) -> float:
