@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import resource
 import statistics
 import sys
 import time
@@ -142,6 +143,7 @@ def main() -> None:
         "threads": torch.get_num_threads(),
         "dtype": str(engine.opened.dtype),
         "memory_limit_tokens_per_s": round(limit, 1),
+        "peak_rss_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2),
     }
     print(json.dumps({"machine": machine, "tokens": options.tokens, "rows": rows}))
 

@@ -87,7 +87,11 @@ def test_running_text_is_prose(text: str):
 
 @pytest.mark.parametrize("text", PROSE["foreign"])
 def test_markup_line_ends_capitals_and_repeated_marks_are_not_prose(text: str):
-    assert foreign_tokens(Vocabulary(["a", text, "b"]), "prose") == {1}
+    assert foreign_tokens(Vocabulary(["a", text, "\n\n"]), "prose") == {1}
+
+
+def test_a_vocabulary_without_paragraph_ends_may_end_lines():
+    assert foreign_tokens(Vocabulary(["a", "\n", "\n "]), "prose") == {2}
 
 
 def test_any_alphabet_asks_for_nothing():

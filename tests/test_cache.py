@@ -112,6 +112,12 @@ class TestFullCache:
         cache.commit([0])
         assert (cache.num_prefix_tokens, cache.num_tail_tokens) == (128, 0)
 
+    def test_rows_beyond_the_capacity_are_refused(self):
+        cache = full_cache(398)
+        cache.view(2, 0)
+        with pytest.raises(AssertionError, match="no room"):
+            cache.view(3, 0)
+
     def test_bytes_of_keys_and_values_are_counted(self):
         # 2 (keys, values) x 2 layers x 3 heads x 400 tokens x 4 numbers x 4 bytes
         assert full_cache(1).num_bytes == 2 * 2 * 3 * 400 * 4 * 4

@@ -440,8 +440,22 @@ class TestSelfDrafter:
         assert self.chained(sampler(), Pace(0.0)).depth == 1  # not known yet
         assert self.chained(sampler(), Pace(1e9)).depth == 1
 
-    def test_a_chain_of_passes_ends_with_the_block(self):
+    def test_a_chain_of_passes_ends_with_the_block(self, monkeypatch: pytest.MonkeyPatch):
         assert self.chained(sampler(), Pace(1e-9), max_depth=3).depth == 3
+        target, forward, num_passes = tiny_target(), tiny_target().forward, 0
+
+        def counting(*args: object, **options: object) -> object:
+            nonlocal num_passes
+            num_passes += isinstance(args[2], PartialCache)
+            return forward(*args, **options)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(target, "forward", counting)
+        self.chained(sampler(), Pace(1e-9), max_depth=3)
+        assert num_passes == 3
+
+    def test_a_chain_of_passes_fits_into_one_pass(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(tiny_target(), "pass_sizes", (2, 4))
+        assert self.chained(sampler(), Pace(1e-9)).depth == 4
 
     def chained(
         self, sample: Sampler, pace: Pace | None, heads: ReadyHeads | None = None, max_depth: int = 20

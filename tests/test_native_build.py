@@ -73,7 +73,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
             f"for out; do :; done\n{compile}\n"
         )
         script.chmod(0o755)
-        monkeypatch.setenv("CXX", str(script))
+        monkeypatch.setattr(native, "_compilers", lambda: [str(script)])
         return log
 
     return make

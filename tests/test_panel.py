@@ -100,7 +100,7 @@ def test_the_panel_shows_the_figures() -> None:
         "6 / 20,000",
         "3.3 tokens/s now · 3.3 average",
         "50.0% of drafts · 3.00 tokens per step · 2 steps",
-        "base 50% · heads 0% · n-gram 50%",
+        "base 50% · n-grams 50%",
         "1: 0.500 · 2: 0.600 · 3: 0.750 · 4: 1.000",
         "2,051 tokens · 300.0 MiB KV cache",
         "Once upon a time. Once upon a time.",

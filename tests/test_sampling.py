@@ -307,6 +307,11 @@ class TestPicks:
         noise = keyed_gumbel(ours.seed, positions[:, None], torch.arange(VOCAB_SIZE)[None])
         assert torch.equal(dense_scores(ours, logits.clone(), positions, windows), processed.double() + noise)
 
+    def test_drafts_that_are_no_numbers_are_ranked_too(self):
+        logits = torch.full((1, VOCAB_SIZE), math.nan)
+        ours = sampler(W=6, theta=1.2, min_p=0.1)
+        assert len(ours.rank(logits, torch.tensor([4]), NO_WINDOW, width=3)) == 1
+
     @pytest.mark.parametrize("settings", [*FILTERS.values(), {"temperature": 0.0}])
     def test_a_row_does_not_depend_on_the_others(self, settings: Settings):
         windows = torch.randint(VOCAB_SIZE, (40, 6), generator=torch.Generator().manual_seed(2))

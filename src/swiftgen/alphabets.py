@@ -19,9 +19,9 @@ def foreign_tokens(tokenizer: Any, alphabet: str) -> set[int]:
     """Ids of tokens that `alphabet` ("any", "latin" or "prose") does not allow.
 
     With "latin", letters are Latin, and symbols are ASCII, currency or mathematical. A token that holds a
-    part of a character only is not allowed: most other scripts are written with those. With "prose" there
-    are also only the marks of running text, no line ends but those between paragraphs, no words in capitals
-    and no mark twice in a row.
+    part of a character only is not allowed: most other scripts are written with those. With "prose" a token
+    also holds only the marks of running text, no line ends but those between paragraphs (single ones if the
+    vocabulary has no other), no two capitals in a row, and few marks twice in a row.
 
     Args:
         tokenizer: a Hugging Face tokenizer with a `tokenizers` backend.
@@ -30,13 +30,13 @@ def foreign_tokens(tokenizer: Any, alphabet: str) -> set[int]:
         return set()
     backend = tokenizer.backend_tokenizer
     texts = backend.decode_batch([[i] for i in range(len(tokenizer))], skip_special_tokens=False)
-    is_allowed = _is_prose if alphabet == "prose" else _is_latin
-    return {i for i, text in enumerate(texts) if not is_allowed(text)}
+    if alphabet == "latin":
+        return {i for i, text in enumerate(texts) if not _is_latin(text)}
+    paragraph = "\n\n" if "\n\n" in texts else "\n"
+    return {i for i, text in enumerate(texts) if not (text == paragraph or _is_prose(text))}
 
 
 def _is_prose(text: str) -> bool:
-    if "\n" in text:
-        return text == "\n\n"
     if not _is_latin(text) or not all(c.isalnum() or c in _MARKS for c in text):
         return False
     return not any((a.isupper() and b.isupper()) or (a == b and a in _ONCE) for a, b in pairwise(text))

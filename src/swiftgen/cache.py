@@ -96,6 +96,7 @@ class FullCache:
     def view(self, num_rows: int, first_row: int) -> CacheView:
         """The rows lie behind the committed tokens."""
         split, end = self.num_prefix_tokens, self.length + first_row + num_rows
+        assert end <= self.capacity, "no room for the rows of a pass"
         return CacheView(
             self.keys[:, :, :split],
             self.values[:, :, :split],
@@ -144,8 +145,8 @@ class PartialCache:
         return 2 * self.keys.numel() * self.keys.element_size()
 
     def view(self, num_rows: int, first_row: int) -> CacheView:
-        """The selection is the prefix; the rows are seen by themselves only and not kept."""
-        assert first_row == 0, "a draft pass has one row"
+        """The selection is the prefix; the rows are the whole tail and are not kept."""
+        assert first_row == 0, "the rows of a draft pass go into one pass"
         rows = self._shape.empty(num_rows), self._shape.empty(num_rows)
         return CacheView(self.keys[:, :, : self.length], self.values[:, :, : self.length], *rows)
 

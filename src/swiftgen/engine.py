@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from swiftgen.alphabets import foreign_tokens
+from swiftgen.architectures import head_dim
 from swiftgen.attention import prefix_kernel
 from swiftgen.cache import BLOCK_TOKENS, FullCache, PartialCache
 from swiftgen.decode import StepEvent, decode
@@ -33,6 +34,7 @@ from swiftgen.models import (
     open_model,
     yarn_config,
 )
+from swiftgen.native import kernels_for
 from swiftgen.planner import Planner
 from swiftgen.presets import Preset, load_preset, num_tree_nodes
 from swiftgen.replay import Mismatch, replay
@@ -150,6 +152,7 @@ class Engine:
             return
         # What can be refused is refused before minutes of loading.
         prefix_kernel(preset.model.attention, opened.device, opened.dtype)
+        kernels_for(preset.model.attention, opened.device, opened.dtype, head_dim(config))
         heads = None
         if preset.draft == "heads" and not preset.heads:
             raise SwiftgenError("the preset has no draft heads", "set `heads`, or draft otherwise")

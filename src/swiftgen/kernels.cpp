@@ -73,7 +73,7 @@ inline void put(bf16* p, float x) {
     p->bits = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-// Calls f(position, load, store) for each vector of a row whose width need not be a multiple of LANES.
+// The first n numbers of a vector: a row need not be a multiple of LANES wide.
 template <class T>
 inline vec load_part(const T* p, int n) {
     T padded[LANES] = {};
@@ -213,12 +213,14 @@ void add_keys(const T* keys, const T* values, int count, int block, const float*
         for (int panel = 0; panel < rows; panel += PANEL * LANES) {
             const int width = std::min(PANEL * LANES, rows - panel), vectors = width / LANES;
             const float* k = as_floats(keys + (long)first * head_dim, num * head_dim, scratch);
-            product<false, false, HEAD_DIM>(vectors, k, head_dim, queries + panel, rows, weights, width, num, head_dim);
+            product<false, false, HEAD_DIM>(vectors, k, head_dim, queries + panel, rows, weights, width, num,
+                                            head_dim);
             for (int column = 0; column < width; column += LANES)
                 weigh(weights + column, num, width, bias ? bias + (long)first * rows + panel + column : nullptr, rows,
                       head_dim, part, panel + column);
             const float* v = as_floats(values + (long)first * head_dim, num * head_dim, scratch);
-            product<true, true, HEAD_DIM>(vectors, v, head_dim, weights, width, part.values + panel, rows, head_dim, num);
+            product<true, true, HEAD_DIM>(vectors, v, head_dim, weights, width, part.values + panel, rows, head_dim,
+                                          num);
         }
     }
 }
@@ -334,8 +336,8 @@ void attend(const Pass& p, const Layer& l) {
             } else {
                 const long begin = h * p.prefix_stride + (long)i * span * d;
                 add_keys<HEAD_DIM>((const T*)l.prefix_keys + begin, (const T*)l.prefix_values + begin,
-                                   std::min(span, p.num_prefix - i * span), KEY_BLOCK, queries_of(h), nullptr, rows, d,
-                                   part);
+                                   std::min(span, p.num_prefix - i * span), KEY_BLOCK, queries_of(h), nullptr, rows,
+                                   d, part);
             }
         }
 #pragma omp for schedule(static)
@@ -350,11 +352,13 @@ void attend(const Pass& p, const Layer& l) {
                 }
                 for (int j = 0; j < d; ++j) {
                     vec value = {};
-                    for (int i = 0; i < parts; ++i) value += factor[i] * load(part_of(h, i).values + (long)j * rows + first);
+                    for (int i = 0; i < parts; ++i)
+                        value += factor[i] * load(part_of(h, i).values + (long)j * rows + first);
                     value /= weight;
                     for (int lane = 0; lane < LANES; ++lane) {
                         const int row = first + lane, g = row / t;
-                        if (g < group) put((T*)l.attended + ((long)(row % t) * p.num_heads + h * group + g) * d + j, value[lane]);
+                        T* out = (T*)l.attended + ((long)(row % t) * p.num_heads + h * group + g) * d + j;
+                        if (g < group) put(out, value[lane]);  // else padding
                     }
                 }
             }
@@ -417,7 +421,8 @@ void swiftgen_rms_norm(int is_bf16, const void* x, const void* delta, void* tota
     if (is_bf16)
         rms_norm((const bf16*)x, (const bf16*)delta, (bf16*)total, (const bf16*)weight, eps, (bf16*)out, rows, width);
     else
-        rms_norm((const float*)x, (const float*)delta, (float*)total, (const float*)weight, eps, (float*)out, rows, width);
+        rms_norm((const float*)x, (const float*)delta, (float*)total, (const float*)weight, eps, (float*)out, rows,
+                 width);
 }
 
 void swiftgen_silu_mul(int is_bf16, const void* gate_up, void* out, int rows, int width) {

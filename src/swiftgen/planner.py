@@ -1,8 +1,8 @@
 """What to draft and which tree to verify: acceptance estimates, pass costs, and the choice between them.
 
 The paper's plan is fixed: a draft pass every step, the tree shape and k n-grams, all verified. The other
-plans measure. Of the ways to draft that are there (heads, a draft pass, n-grams only), each step takes the
-one that has written the most tokens per second. Every candidate has an estimated chance to be accepted,
+plans measure. Of the ways to draft that are there (heads, draft passes, looking back only), each step takes
+the one that has written the most tokens per second. Every candidate has an estimated chance to be accepted,
 every pass size a measured time; the tree kept is the one with the most expected tokens per second, which
 may be the bare root: plain AR. None of this changes the text.
 """
@@ -203,8 +203,8 @@ class Planner:
         if self._steps_left:
             self._steps_left -= 1
             return
-        tried = max(self._ways, key=lambda way: (way.seconds > 0, way.rate, -len(way.drafters)))
-        hopeful = [way for way in self._ways if way is tried or self._is_hopeful(way, tried)]
+        best = max(self._ways, key=lambda way: (way.seconds > 0, way.rate, -len(way.drafters)))
+        hopeful = [way for way in self._ways if way is best or self._is_hopeful(way, best)]
         fastest = max(hopeful, key=lambda way: (way.rate, -len(way.drafters)))
         if self._way is not fastest and self._way.seconds:  # a trial has ended, or a way has been overtaken
             self._way.wait(is_near=self._way.rate > _NEAR * fastest.rate)
@@ -221,13 +221,13 @@ class Planner:
                 )  # what it did long ago counts no more than this trial
                 return
 
-    def _is_hopeful(self, way: _Way, fastest: _Way) -> bool:
-        """Whether a way could be about as fast: a draft pass can add little more than one token to a step."""
+    def _is_hopeful(self, way: _Way, best: _Way) -> bool:
+        """Whether a way could be about as fast as the best one tried: a draft pass adds about one token."""
         num_passes = sum(drafter.num_passes for drafter in way.drafters)
-        if not num_passes or not fastest.seconds:
+        if not num_passes or not best.seconds:
             return True
-        seconds = fastest.seconds + num_passes * self._costs.draft_pass_seconds()
-        return (fastest.tokens + num_passes) / seconds > _HOPEFUL * fastest.rate
+        seconds = best.seconds + num_passes * self._costs.draft_pass_seconds()
+        return (best.tokens + num_passes) / seconds > _HOPEFUL * best.rate
 
     def _best_subtree(self, tree: DraftTree) -> DraftTree:
         """The likeliest nodes, as many as give the most expected tokens per second."""

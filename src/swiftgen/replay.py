@@ -66,7 +66,7 @@ def replay(
                 one = slice(row, row + 1)
                 scores, ids = sampler.scores(target.logits(hidden[one]), positions[one], windows[one])
                 score_of = dict(zip(ids.tolist(), scores[0].tolist(), strict=True))
-                margin = score_of[picked] - score_of.get(found, NEG_INF)
+                margin = score_of.get(picked, NEG_INF) - score_of.get(found, NEG_INF)
                 is_possible = margin < math.inf
                 yield Mismatch(position + 1 + row, found, picked, margin if is_possible else None)
                 return

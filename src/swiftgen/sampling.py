@@ -225,7 +225,7 @@ class Sampler:
         largest = logits.amax(dim=-1, keepdim=True)
         slack = _LOGIT_SLACK * (1.0 + largest.abs())  # for the rounding of the temperature
         limit = largest + s.temperature * math.log(s.min_p) - slack
-        return torch.nonzero((logits >= limit).any(dim=0))[:, 0]
+        return torch.nonzero((~(logits < limit)).any(dim=0))[:, 0]  # so that NaN stays, for the filters
 
     def _filtered(self, logits: Tensor) -> Tensor:
         """Temperature and filters, in place."""

@@ -19,6 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from swiftgen.architectures import head_dim
 from swiftgen.attention import ATTENTION_NAME, TreePass, prefix_kernel, tree_attention, tree_mask
 from swiftgen.cache import BLOCK_TOKENS, CacheShape, CacheView, FullCache, KVCache
+from swiftgen.errors import SwiftgenError
 from swiftgen.layers import NativeLayer, fuse_layers
 from swiftgen.linear import PackedLinear, can_pack, pack_linears
 from swiftgen.native import NativePass, kernels_for
@@ -67,6 +68,11 @@ class Target:
         kernels = kernels_for(attention, self.device, self.dtype, head_dim(self.config))
         self._fused = fuse_layers(self._base, head_dim(self.config), make_linear, kernels)
         self._kernels = kernels if isinstance(self._base.layers[0], NativeLayer) else None
+        if attention == "native" and not self._kernels:
+            raise SwiftgenError(
+                "the native CPU kernels do not fit the layers of this model",
+                "use `--set model.attention=auto`",
+            )
         if self._packed and not self._fused:
             pack_linears(self._base)
         self._lm_head: nn.Module = make_linear(model.lm_head)

@@ -17,7 +17,7 @@ _STOP_REASONS = {
     "eos": "the model ended the text",
     "interrupted": "interrupted",
 }
-_SOURCE_NAMES = {"base": "base", "heads": "heads", "ngram": "n-gram"}
+_SOURCE_NAMES = {"base": "base", "heads": "heads", "lookup": "looking back", "ngram": "n-grams"}
 _SEPARATOR = (" · ", "dim")
 _DROPPED = frozenset("\u200d\ufe0e\ufe0f\r")  # joiners and selectors: terminals disagree on the width
 _TAB = " " * 4
@@ -170,12 +170,13 @@ def _wins(snapshot: MetricsSnapshot) -> Text:
     total = snapshot.num_accepted
     if not total:
         return Text("none")
-    names = list(_SOURCE_NAMES) + sorted(set(snapshot.wins) - set(_SOURCE_NAMES))
+    known = [name for name in _SOURCE_NAMES if snapshot.wins.get(name)]
+    names = known + sorted(set(snapshot.wins) - set(_SOURCE_NAMES))
     return _joined(
         *(
             Text.assemble(
                 f"{_SOURCE_NAMES.get(name, name)} ",
-                (f"{snapshot.wins.get(name, 0) / total:.0%}", "bold"),
+                (f"{snapshot.wins[name] / total:.0%}", "bold"),
             )
             for name in names
         )

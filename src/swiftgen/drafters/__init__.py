@@ -1,1 +1,1 @@
-"""Where drafts come from: the target's own draft pass with linear heads, and n-grams of the text."""
+"""Where drafts come from: the target's own draft passes, draft heads, and what stood in the text before."""

@@ -43,7 +43,7 @@ class Drafter(Protocol):
     """Adds drafts to a tree and learns from what was written.
 
     Attributes:
-        num_passes: Passes of the target that a proposal costs.
+        num_passes: Passes of the target that a proposal costs at least.
     """
 
     num_passes: int

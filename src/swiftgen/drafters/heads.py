@@ -98,14 +98,17 @@ class HeadsDrafter:
         """Keep the state of the last token in the cache."""
         self._state = committed.state
 
-    def grow(self, tree: DraftTree, history: History, nodes: list[int], state: Tensor) -> None:
+    def grow(
+        self, tree: DraftTree, history: History, nodes: list[int], state: Tensor, chance: float = 1.0
+    ) -> None:
         """Add levels below `nodes`, which are children of one node or that node itself.
 
         Args:
             state: Hidden state of the target at the position before them, `[hidden]`.
+            chance: Of their parent to be accepted.
         """
         states = state.expand(len(nodes), -1)
-        joint = [tree.chances[node] for node in nodes]
+        joint = [chance * tree.chances[node] for node in nodes]
         for depth, width in enumerate(self._widths, start=1):
             if not nodes or tree.depths[nodes[0]] >= tree.max_depth:
                 return

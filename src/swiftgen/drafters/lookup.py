@@ -14,7 +14,7 @@ from swiftgen.drafters.base import Committed
 from swiftgen.sampling import History
 from swiftgen.tree import DraftTree
 
-SOURCE = "ngram"
+SOURCE = "lookup"
 KEY_LENGTHS = (4, 2)
 """A place is found by this many last tokens; the shorter only where the longer finds none."""
 NUM_PLACES, NUM_LOOKED_AT, MAX_MATCH = 3, 16, 64

@@ -63,32 +63,41 @@ class SelfDrafter:
         if not tree.max_depth:
             return
         chain = DraftTree(tree.tokens[0], MAX_PASSES)  # what the passes read; the last token is new
-        nodes, hidden, chance = [0], None, 1.0
-        while len(chain) <= MAX_PASSES and (hidden is None or self._is_worth_a_pass(chance)):
+        node, chance = 0, 1.0
+        while True:
             begin_s = time.perf_counter()
             hidden = self._target.forward(chain, len(history) - 1, self._cache).hidden[-1]
-            nodes = self._candidates(tree, nodes[0], history, hidden)
+            candidates = self._candidates(tree, node, history, hidden)
             self._learn(time.perf_counter() - begin_s)
-            if not nodes:
-                return
-            chance *= tree.chances[nodes[0]]
-            chain.add(len(chain) - 1, tree.tokens[nodes[0]], SOURCE)
-        if self._heads and hidden is not None:
-            self._heads.grow(tree, history, nodes, hidden)
+            if not candidates or len(chain) == min(MAX_PASSES, self._target.max_rows):
+                break
+            (node, confidence), *_ = candidates
+            if tree.depths[node] == tree.max_depth or not self._is_worth_a_pass(chance * confidence):
+                break
+            chance *= confidence
+            chain.add(len(chain) - 1, tree.tokens[node], SOURCE)
+        if self._heads:
+            nodes = [node for node, _ in candidates]
+            self._heads.grow(tree, history, nodes, hidden, chance)
 
     def observe(self, committed: Committed) -> None:
         """Let the partial cache follow the full one."""
         if committed.queries is not None and committed.cache.length > committed.begin:
             self._cache.update(committed.cache, committed.begin, committed.queries)
 
-    def _candidates(self, tree: DraftTree, parent: int, history: History, hidden: Tensor) -> list[int]:
-        """The nodes of what the pass predicts below `parent`, best first."""
+    def _candidates(
+        self, tree: DraftTree, parent: int, history: History, hidden: Tensor
+    ) -> list[tuple[int, float]]:
+        """The nodes of what the pass predicts below `parent`, best first, and how sure it is of each."""
         position = torch.tensor([len(history) + tree.depths[parent]])
         windows = history.windows(tree, self._sampler.W, [parent])
         logits = self._target.logits(hidden.unsqueeze(0))
         (candidates,) = self._sampler.rank(logits, position, windows, self._width)
-        added = [tree.add(parent, token, SOURCE, confidence) for token, confidence in candidates]
-        return [node for node in added if node is not None]
+        return [
+            (node, confidence)
+            for token, confidence in candidates
+            if (node := tree.add(parent, token, SOURCE, confidence)) is not None
+        ]
 
     def _is_worth_a_pass(self, chance: float) -> bool:
         """Whether a token more, if all so far is right, is worth the time of a pass."""
