@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,10 @@ from swiftgen.cli import main
 from swiftgen.document import TOKENS_NAME, read_tokens, run_folder
 from swiftgen.manifest import MANIFEST_NAME, read_manifest
 from swiftgen.target import Target
-from test_engine import preset_file  # noqa: F401 (a fixture)
+from test_engine import cache, preset_file  # noqa: F401 (fixtures)
 
 NUM_TOKENS = 300
 PROMPT = "Tell me of the sea."
-
-
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SWIFTGEN_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(scope="module")

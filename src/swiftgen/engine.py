@@ -106,6 +106,11 @@ class Engine:
         return str(self._prepared.exactness)
 
     @property
+    def is_lossless(self) -> bool:
+        """Whether rows agree bit for bit on this machine."""
+        return self._prepared.exactness.lossless
+
+    @property
     def arithmetic(self) -> dict[str, object]:
         """What another run must match to write the same bytes."""
         target = self._prepared.target

@@ -184,7 +184,7 @@ def _notes(engine: Engine, manifest: Manifest, num_tokens: int) -> list[str]:
     notes = []
     if num_tokens < manifest.num_tokens and manifest.stop_reason != "eos":
         notes.append(f"the run was stopped at {num_tokens:,} of {manifest.num_tokens:,} tokens")
-    if not engine.exactness.startswith("lossless ("):
+    if not engine.is_lossless:
         notes.append(f"on this machine decoding is {engine.exactness}: a difference may be rounding")
     elif json.loads(json.dumps(engine.arithmetic)) != manifest.arithmetic:
         notes.append("it was written with other arithmetic (see run.yaml): a difference may be rounding")
