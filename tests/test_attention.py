@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
@@ -26,6 +25,7 @@ from swiftgen.attention import (
 from swiftgen.cache import CacheShape, FullCache, PartialCache
 from swiftgen.errors import SwiftgenError
 from swiftgen.tree import DraftTree
+from tiny import random_tree, shuffled
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 16
@@ -33,14 +33,6 @@ GROUP = NUM_HEADS // NUM_KV_HEADS
 SCALING = 0.3
 # Rounding of one number, and what a softmax over 1,000 keys may lose on top of it.
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-
-
-def random_tree(seed: int, num_nodes: int) -> DraftTree:
-    rng = random.Random(seed)
-    tree = DraftTree(0, max_depth=6)
-    while len(tree) < num_nodes:
-        tree.add(rng.randrange(len(tree)), rng.randrange(99), "base")
-    return tree
 
 
 def filled_cache(num_tokens: int, dtype: torch.dtype) -> FullCache:
@@ -121,19 +113,6 @@ def test_a_tree_in_two_passes_attends_like_in_one():
     first, _ = attend(tree, tuple(x[:, :, :10] for x in rows), cache, cpu_prefix)
     second, _ = attend(tree, tuple(x[:, :, 10:] for x in rows), cache, cpu_prefix, first=10)
     torch.testing.assert_close(torch.cat([first, second]), whole, rtol=1e-6, atol=1e-6)
-
-
-def shuffled(tree: DraftTree, seed: int) -> tuple[DraftTree, list[int]]:
-    """The same tree with its nodes added in another order, and where each node went."""
-    rng = random.Random(seed)
-    other, place = DraftTree(tree.tokens[0], tree.max_depth), {0: 0}
-    while len(place) < len(tree):
-        ready = [node for node in range(len(tree)) if node not in place and tree.parents[node] in place]
-        node = rng.choice(ready)
-        added = other.add(place[tree.parents[node]], tree.tokens[node], "base")
-        assert added is not None
-        place[node] = added
-    return other, [place[node] for node in range(len(tree))]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -13,6 +13,7 @@ from torch import Tensor
 from swiftgen.cache import CacheShape, FullCache, PartialCache
 from swiftgen.native import NativePass, kernels_for
 from swiftgen.tree import DraftTree
+from tiny import random_tree, shuffled
 
 CPU = torch.device("cpu")
 KERNELS = kernels_for("auto", CPU, torch.float32, 64)
@@ -71,14 +72,6 @@ class Heads:
 
 def random_numbers(shape: Sequence[int], seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def random_tree(seed: int, num_nodes: int) -> DraftTree:
-    rng = random.Random(seed)
-    tree = DraftTree(0, max_depth=6)
-    while len(tree) < num_nodes:
-        tree.add(rng.randrange(len(tree)), rng.randrange(999), "base")
-    return tree
 
 
 def angles(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
@@ -271,19 +264,6 @@ def test_wrong_siblings_change_no_bit_of_a_chain(num_context: int, dtype: torch.
             crowd.add(rng.randrange(len(crowd)), 10 + rng.randrange(999), "ngram")
         actual = attend(heads, crowd, rows[: len(crowd)], heads.filled_cache(num_context)).out
         assert torch.equal(actual[:4], expected), num_siblings
-
-
-def shuffled(tree: DraftTree, seed: int) -> tuple[DraftTree, list[int]]:
-    """The same tree with its nodes added in another order, and where each node went."""
-    rng = random.Random(seed)
-    other, place = DraftTree(tree.tokens[0], tree.max_depth), {0: 0}
-    while len(place) < len(tree):
-        ready = [node for node in range(len(tree)) if node not in place and tree.parents[node] in place]
-        node = rng.choice(ready)
-        added = other.add(place[tree.parents[node]], tree.tokens[node], "base")
-        assert added is not None
-        place[node] = added
-    return other, [place[node] for node in range(len(tree))]
 
 
 @both_dtypes

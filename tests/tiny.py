@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +19,7 @@ from swiftgen.planner import Planner
 from swiftgen.presets import SamplerSettings
 from swiftgen.sampling import Sampler
 from swiftgen.target import Target
+from swiftgen.tree import DraftTree
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 VOCAB_SIZE = 97
@@ -141,3 +143,25 @@ def sampler(seed: int = 3, W: int = 20, theta: float = 1.0, **settings: float) -
 
 def ar_planner(target: Target) -> Planner:
     return Planner([[]], target.pass_sizes, measured=True)
+
+
+def random_tree(seed: int, num_nodes: int) -> DraftTree:
+    """At most six levels deep, in no order."""
+    rng = random.Random(seed)
+    tree = DraftTree(0, max_depth=6)
+    while len(tree) < num_nodes:
+        tree.add(rng.randrange(len(tree)), rng.randrange(999), "base")
+    return tree
+
+
+def shuffled(tree: DraftTree, seed: int) -> tuple[DraftTree, list[int]]:
+    """The same tree with its nodes added in another order, and where each node went."""
+    rng = random.Random(seed)
+    other, place = DraftTree(tree.tokens[0], tree.max_depth), {0: 0}
+    while len(place) < len(tree):
+        ready = [node for node in range(len(tree)) if node not in place and tree.parents[node] in place]
+        node = rng.choice(ready)
+        added = other.add(place[tree.parents[node]], tree.tokens[node], "base")
+        assert added is not None
+        place[node] = added
+    return other, [place[node] for node in range(len(tree))]
