@@ -175,10 +175,10 @@ class Planner:
         """Fill the tree with drafts and keep what is worth verifying."""
         self._choose_way()
         begin = time.perf_counter()
-        for drafter in self._way.drafters:
-            drafter.propose(tree, history)
-            if self._measured and sum(self._acceptance.chances(tree)) > _ENOUGH:
+        for number, drafter in enumerate(self._way.drafters):
+            if number and self._measured and sum(self._acceptance.chances(tree)) > _ENOUGH:
                 break
+            drafter.propose(tree, history)
         self._draft_s = time.perf_counter() - begin
         return self._best_subtree(tree) if self._measured else tree
 
