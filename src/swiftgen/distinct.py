@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 MAX_N = 4
 
 _MASK = (1 << 64) - 1
 _NUM_PARTS = 256
 _FIRST_SLOTS = 16
+_PART_KEYS = 1024
+_SAMPLE_SHIFT = 24  # the bits from here are used neither for the part nor for the slot
 
 
 class DistinctN:
     """Distinct-1..4 of a growing token sequence: unique n-grams / n-grams (1.0 while there are none).
 
-    n-grams are kept as 64-bit hashes in flat tables, about 16 bytes for a unique n-gram: 64 MB for
-    a million tokens that never repeat. Two different n-grams share a hash with a probability of
-    about 1e-7 at that size, far below the digits shown.
+    n-grams are kept as 64-bit hashes in flat tables, about 16 bytes for a unique n-gram, at most 4 MiB
+    for each n: the first 200,000 different n-grams of a length are counted exactly (two of them share a
+    hash with a probability of 1e-9), and so is a text of 200,000 tokens. Beyond that, hashes are
+    kept for a half of all n-grams, then for a quarter, and so on, chosen by bits of the hash, and their
+    number stands for that of all (adaptive sampling, Flajolet 1990). The estimate is unbiased but
+    for being cut at 1.0, with a standard error of 0.25% of its value: a shown 0.844 may be 0.842 or 0.846.
     """
 
     def __init__(self) -> None:
@@ -41,7 +46,8 @@ class DistinctN:
         """Distinct-1, -2, -3 and -4."""
         counts = [max(0, self._num_tokens - n) for n in range(MAX_N)]
         return tuple(
-            len(seen) / count if count else 1.0 for seen, count in zip(self._seen, counts, strict=True)
+            min(1.0, seen.num_added / count) if count else 1.0
+            for seen, count in zip(self._seen, counts, strict=True)
         )
 
 
@@ -54,30 +60,44 @@ def _mix(value: int) -> int:
 
 
 class _HashSet:
-    """A set of well-mixed 64-bit keys with linear probing, at most two thirds full.
+    """Counts different, well-mixed 64-bit keys; hash tables with linear probing, at most two thirds full.
 
     It is split by the top byte into 256 tables that grow on their own, so that growing never stops
-    the decoding for longer than a few milliseconds.
+    the decoding for longer than a few milliseconds. A table that is to hold more than `_PART_KEYS` drops
+    those with one more bit set, and from then on takes none of that kind.
     """
 
     def __init__(self) -> None:
         self._tables = [array("Q", bytes(8 * _FIRST_SLOTS)) for _ in range(_NUM_PARTS)]
         self._sizes = [0] * _NUM_PARTS
+        self._masks = [0] * _NUM_PARTS  # a key is kept if it has none of these bits above _SAMPLE_SHIFT
 
-    def __len__(self) -> int:
-        return sum(self._sizes)
+    @property
+    def num_added(self) -> int:
+        """How many different keys have been added; an estimate from the first key that was not kept."""
+        return sum(size * (mask + 1) for size, mask in zip(self._sizes, self._masks, strict=True))
 
     def add(self, key: int) -> None:
         key = key or 1  # 0 marks a free slot
         part = key >> 56
+        if key >> _SAMPLE_SHIFT & self._masks[part]:
+            return
         table = self._tables[part]
         slot = _find(table, key)
         if table[slot]:
             return
         table[slot] = key
         self._sizes[part] += 1
-        if 3 * self._sizes[part] > 2 * len(table):
-            self._tables[part] = _grown(table)
+        if self._sizes[part] > _PART_KEYS:
+            self._halve(part)
+        elif 3 * self._sizes[part] > 2 * len(table):
+            self._tables[part] = _filled(2 * len(table), table)
+
+    def _halve(self, part: int) -> None:
+        mask = self._masks[part] = 2 * self._masks[part] + 1
+        table = self._tables[part]
+        kept = [key for key in table if key and not key >> _SAMPLE_SHIFT & mask]
+        self._tables[part], self._sizes[part] = _filled(len(table), kept), len(kept)
 
 
 def _find(table: array[int], key: int) -> int:
@@ -89,9 +109,10 @@ def _find(table: array[int], key: int) -> int:
     return slot
 
 
-def _grown(table: array[int]) -> array[int]:
-    larger = array("Q", bytes(16 * len(table)))
-    for key in table:
+def _filled(num_slots: int, keys: Sequence[int]) -> array[int]:
+    """A table of the keys that are not 0."""
+    table = array("Q", bytes(8 * num_slots))
+    for key in keys:
         if key:
-            larger[_find(larger, key)] = key
-    return larger
+            table[_find(table, key)] = key
+    return table
