@@ -28,6 +28,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 
 from swiftgen.engine import Engine, load
+from swiftgen.machine import read_gb_per_s
 from swiftgen.presets import parse_override
 
 
@@ -160,17 +161,6 @@ def mixed_texts() -> dict[str, str]:
         "French": "Le vieux gardien du phare regardait la mer, comme chaque soir, et pensait à sa sœur, "
         "qui vivait de l'autre côté de la baie. Il ne lui avait pas écrit depuis l'hiver. ",
     }
-
-
-def read_gb_per_s(num_bytes: int = 1 << 29) -> float:
-    """Memory reads of all threads together: a sum over more than any cache holds."""
-    numbers = torch.ones(num_bytes // 4)
-    times_s = []
-    for _ in range(9):
-        begin = time.perf_counter()
-        numbers.sum().item()
-        times_s.append(time.perf_counter() - begin)
-    return num_bytes / statistics.median(times_s) / 1e9
 
 
 def compare(

@@ -317,7 +317,7 @@ def test_flash_cuts_the_keys_alike_whatever_the_number_of_rows(flash_calls: list
 
 
 def test_each_device_has_its_kernel(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("swiftgen.attention._flash_attn_installed", lambda: False)
+    monkeypatch.setattr("swiftgen.attention.flash_attn_installed", lambda: False)
     for name in ("auto", "sdpa"):
         assert prefix_kernel(name, CPU, torch.bfloat16) is cpu_prefix
         assert prefix_kernel(name, CUDA, torch.bfloat16) is sdpa_prefix
@@ -344,6 +344,6 @@ def test_flash_is_refused_where_it_cannot_run(
 
 
 def test_flash_is_refused_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("swiftgen.attention._flash_attn_installed", lambda: False)
+    monkeypatch.setattr("swiftgen.attention.flash_attn_installed", lambda: False)
     with pytest.raises(SwiftgenError, match="flash"):
         prefix_kernel("flash", CUDA, torch.bfloat16)

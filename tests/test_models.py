@@ -273,16 +273,6 @@ class TestDevices:
         assert resolve_dtype("auto", torch.device("cpu")) == expected
         assert resolve_dtype("float16", torch.device("cpu")) == torch.float16
 
-    def test_container_limit(self, tmp_path: Path):
-        inner = tmp_path / "a" / "b"
-        inner.mkdir(parents=True)
-        for place, limit in ((inner, "max"), (inner.parent, "1000")):
-            (place / "memory.max").write_text(f"{limit}\n", encoding="ascii")
-            (place / "memory.current").write_text("700\n", encoding="ascii")
-            (place / "memory.stat").write_text("anon 1\ninactive_file 150\n", encoding="ascii")
-        names = ("memory.max", "memory.current", "inactive_file")
-        assert list(devices._free_up_the_tree(tmp_path, "/a/b", *names)) == [450]
-
     def test_free_memory(self):
         assert devices.free_bytes(torch.device("cpu")) > 0
 

@@ -172,7 +172,7 @@ def prefix_kernel(name: str, device: torch.device, dtype: torch.dtype) -> Prefix
     """
     flash_fits = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     if name == "flash" or (name == "auto" and flash_fits):
-        if flash_fits and _flash_attn_installed():
+        if flash_fits and flash_attn_installed():
             return flash_prefix
         if name == "flash":
             raise SwiftgenError(
@@ -183,7 +183,8 @@ def prefix_kernel(name: str, device: torch.device, dtype: torch.dtype) -> Prefix
     return cpu_prefix if device.type == "cpu" else sdpa_prefix
 
 
-def _flash_attn_installed() -> bool:
+def flash_attn_installed() -> bool:
+    """Whether the package is there; whether it runs shows when it is used."""
     from importlib.util import find_spec
 
     return find_spec("flash_attn") is not None

@@ -28,8 +28,7 @@ def converted_copy(resolved: ResolvedSource, dtype: torch.dtype) -> Path:
     Raises:
         SwiftgenError: if the file cannot be read or holds an unsupported architecture.
     """
-    name = f"{resolved.fingerprint[:32]}-{str(dtype).removeprefix('torch.')}-v{_CONVERSION}"
-    target = cache_folder() / "converted" / name
+    target = converted_folder(resolved, dtype)
     if target.is_dir():
         return target
     with building(target) as work:
@@ -40,6 +39,12 @@ def converted_copy(resolved: ResolvedSource, dtype: torch.dtype) -> Path:
                 _convert(resolved.path, dtype, work / "model")
             os.rename(work / "model", target)
     return target
+
+
+def converted_folder(resolved: ResolvedSource, dtype: torch.dtype) -> Path:
+    """Where the converted copy of a GGUF file is kept; it need not exist yet."""
+    name = f"{resolved.fingerprint[:32]}-{str(dtype).removeprefix('torch.')}-v{_CONVERSION}"
+    return cache_folder() / "converted" / name
 
 
 @contextlib.contextmanager

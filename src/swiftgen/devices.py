@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import torch
 
+from swiftgen.cgroups import memory_left_bytes
 from swiftgen.errors import SwiftgenError
-
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def resolve_device(name: str) -> torch.device:
@@ -55,7 +53,7 @@ def free_bytes(device: torch.device) -> int:
     """Memory a new allocation can get: of the GPU, or of this machine within its cgroup's limit."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return min([int(psutil.virtual_memory().available), *_cgroup_free_bytes()])
+    return min([int(psutil.virtual_memory().available), *memory_left_bytes()])
 
 
 def used_bytes(device: torch.device) -> int:
@@ -63,36 +61,3 @@ def used_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return int(psutil.Process().memory_info().rss)
-
-
-def _cgroup_free_bytes() -> Iterator[int]:
-    """What each memory cgroup above this process leaves it (container limits); version 2 and 1."""
-    try:
-        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return  # not Linux
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            names = ("memory.max", "memory.current", "inactive_file")
-            yield from _free_up_the_tree(_CGROUP, path, *names)
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            yield from _free_up_the_tree(_CGROUP / "memory", path, *names)
-
-
-def _free_up_the_tree(
-    root: Path, path: str, limit_name: str, usage_name: str, cache_name: str
-) -> Iterator[int]:
-    folder = root / path.lstrip("/")
-    while folder == root or folder.is_relative_to(root):
-        try:
-            limit = (folder / limit_name).read_text(encoding="ascii").strip()
-            if limit != "max":
-                usage = int((folder / usage_name).read_text(encoding="ascii"))
-                stat = dict(line.split() for line in (folder / "memory.stat").read_text("ascii").splitlines())
-                # File pages in the cache count as used but are given up on demand.
-                yield max(0, int(limit) - usage + int(stat.get(cache_name, 0)))
-        except (OSError, ValueError):
-            pass  # not visible from inside the container
-        folder = folder.parent

@@ -9,23 +9,30 @@ to the last bit.
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import json
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from swiftgen import __version__
+from swiftgen.architectures import head_dim, model_class
 from swiftgen.cache import BLOCK_TOKENS, FullCache
 from swiftgen.model_store import cache_folder
 from swiftgen.storage import write_synced
 from swiftgen.target import Target
 from swiftgen.tree import DraftTree
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 CANDIDATE_SIZES = (2, 4, 8, 16, 32, 64)
 """One row alone is left out: matrix-vector kernels add in an order of their own, and it costs the same."""
@@ -64,10 +71,24 @@ def known_exactness(target: Target, fingerprint: str) -> Exactness:
         target: as loaded.
         fingerprint: of its weights.
     """
-    described = json.dumps(
-        [__version__, CANDIDATE_SIZES, fingerprint, target.arithmetic, _machine()], sort_keys=True
-    )
-    file = cache_folder() / "exactness" / f"{hashlib.sha256(described.encode()).hexdigest()[:32]}.json"
+    if kept := kept_exactness(target.arithmetic, fingerprint):
+        return kept
+    found = choose_pass_sizes(target)
+    file = _file(target.arithmetic, fingerprint)
+    with contextlib.suppress(OSError):  # a read-only cache only costs the time to measure again
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_synced(file, json.dumps(asdict(found)).encode())
+    return found
+
+
+def kept_exactness(arithmetic: Mapping[str, object], fingerprint: str) -> Exactness | None:
+    """The result in the cache folder; None if it is not measured yet.
+
+    Args:
+        arithmetic: that of the target, see `arithmetic_of`.
+        fingerprint: of its weights.
+    """
+    file = _file(arithmetic, fingerprint)
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
         return Exactness(
@@ -76,12 +97,39 @@ def known_exactness(target: Target, fingerprint: str) -> Exactness:
             tuple(map(float, kept["pass_seconds"])),
         )
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # not measured yet, or the file is damaged
-    found = choose_pass_sizes(target)
-    with contextlib.suppress(OSError):  # a read-only cache only costs the time to measure again
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_synced(file, json.dumps(asdict(found)).encode())
-    return found
+        return None  # not measured yet, or the file is damaged
+
+
+def arithmetic_of(
+    config: PretrainedConfig, dtype: torch.dtype, device: torch.device, attention: str
+) -> dict[str, object]:
+    """What `Target.arithmetic` of a model will be, without its weights: that of one small layer of its make.
+
+    Args:
+        config: of the model.
+        dtype, device: as it is loaded.
+        attention: the preset's `model.attention`.
+
+    Raises:
+        SwiftgenError: if the attention asked for cannot run here.
+    """
+    small = copy.deepcopy(config)
+    small.head_dim = head_dim(config)  # kernels depend on it; the other widths are free
+    small.vocab_size, small.hidden_size, small.intermediate_size = 8, 32, 32
+    small.num_hidden_layers, small.num_attention_heads, small.num_key_value_heads = 1, 2, 1
+    small.pad_token_id = None
+    if getattr(small, "layer_types", None):
+        small.layer_types = small.layer_types[:1]
+    model = model_class(small)(small).to(device=device, dtype=dtype)
+    return Target(model.eval().requires_grad_(False), attention).arithmetic
+
+
+def _file(arithmetic: Mapping[str, object], fingerprint: str) -> Path:
+    described = json.dumps(
+        [__version__, CANDIDATE_SIZES, fingerprint, arithmetic, _machine()], sort_keys=True
+    )
+    name = hashlib.sha256(described.encode()).hexdigest()[:32]
+    return cache_folder() / "exactness" / f"{name}.json"
 
 
 def _machine() -> list[object]:

@@ -71,11 +71,19 @@ def check_memory(estimate: MemoryEstimate, device: torch.device | str) -> None:
         f"{estimate.num_tokens:,} tokens {_gib(estimate.kv_bytes)}, work {_gib(estimate.work_bytes)}), "
         f"but only {_gib(free)} GiB of {where} are free"
     )
-    per_token = max(1, estimate.kv_bytes // max(1, estimate.num_tokens))
-    fitting = (free - estimate.weights_bytes - estimate.work_bytes) // per_token
+    fitting = fitting_tokens(estimate, free)
     if fitting >= 1:
         raise SwiftgenError(message, f"At most {fitting:,} tokens fit, the prompt included.")
     raise SwiftgenError(message, "The weights alone do not fit: use a smaller model or another device.")
+
+
+def fitting_tokens(estimate: MemoryEstimate, free: int) -> int:
+    """The longest text that fits into `free` bytes with its prompt, by an estimate for any length from 1 up.
+
+    0 or less if not even the weights fit.
+    """
+    per_token = max(1, estimate.kv_bytes // max(1, estimate.num_tokens))
+    return (free - estimate.weights_bytes - estimate.work_bytes) // per_token
 
 
 def check_length(prompt_tokens: int, num_tokens: int, max_positions: int, long_context: str) -> None:

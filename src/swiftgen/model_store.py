@@ -76,6 +76,13 @@ def need_space(num_bytes: int, what: str) -> None:
         )
 
 
+def not_here(source: str) -> SwiftgenError:
+    """What to raise for a model that would have to be fetched where nothing may be."""
+    return SwiftgenError(
+        f"{source} is not on this machine yet", "The first `swiftgen write` fetches it over the network."
+    )
+
+
 def file_sha256(path: Path, memo: Path) -> str:
     """SHA-256 of a file in hex, remembered in `memo` with the file's size and time of change.
 

@@ -107,15 +107,19 @@ def load_model(preset: Preset, total_tokens: int | None = None) -> LoadedModel:
     return load_weights(open_model(preset), stretch_to)
 
 
-def open_model(preset: Preset) -> OpenedModel:
+def open_model(preset: Preset, *, local_only: bool = False) -> OpenedModel:
     """Find, fetch and convert the weights as needed; load config and tokenizer only.
+
+    Args:
+        preset: names the source, dtype and device.
+        local_only: refuse a model that would have to be fetched.
 
     Raises:
         SwiftgenError: no such model or device, no network, wrong hash, gated, unsupported architecture.
     """
     device = resolve_device(preset.model.device)
     dtype = resolve_dtype(preset.model.dtype, device)
-    resolved = resolve_source(preset.model)
+    resolved = resolve_source(preset.model, local_only=local_only)
     folder = converted_copy(resolved, dtype) if resolved.kind == "gguf" else resolved.path
     with quiet_transformers():
         config = _load_config(folder)

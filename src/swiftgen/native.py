@@ -224,13 +224,17 @@ def kernels_for(attention: str, device: torch.device, dtype: torch.dtype, head_d
     return kernels
 
 
+def found_compilers() -> list[str]:
+    """The C++ compilers of this machine, in the order in which they are tried: $CXX, c++, g++, clang++."""
+    return list(dict.fromkeys(filter(None, map(shutil.which, _compilers()))))
+
+
 @functools.cache
 def _built() -> tuple[Kernels | None, str]:
     """The kernels, or None and why not; built unless the cache folder has them."""
-    compilers = dict.fromkeys(filter(None, map(shutil.which, _compilers())))
     problem = "no C++ compiler was found (install g++ or clang++)"
     source = resources.files("swiftgen").joinpath("kernels.cpp").read_text(encoding="utf-8")
-    for compiler in compilers:
+    for compiler in found_compilers():
         try:
             return _built_by(compiler, source), ""
         except SwiftgenError as error:  # the cache folder

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from swiftgen.errors import SwiftgenError
-from swiftgen.model_store import cache_folder, file_sha256
+from swiftgen.model_store import cache_folder, file_sha256, not_here
 from swiftgen.presets import ModelSettings
 from swiftgen.wheels import PREFIX, fetch_wheel_file
 
@@ -51,15 +51,20 @@ class ResolvedSource:
     fingerprint: str
 
 
-def resolve_source(model: ModelSettings) -> ResolvedSource:
+def resolve_source(model: ModelSettings, *, local_only: bool = False) -> ResolvedSource:
     """Find the weights a preset names, fetching them if they are not here yet.
+
+    Args:
+        model: names them.
+        local_only: refuse what would have to be fetched.
 
     Raises:
         SwiftgenError: if they cannot be had, or are not safetensors or GGUF; says what to do.
     """
     source = model.source
     if source.startswith(PREFIX):
-        return _gguf(fetch_wheel_file(source, model.sha256), source, expected_sha256=None)
+        file = fetch_wheel_file(source, model.sha256, local_only=local_only)
+        return _gguf(file, source, expected_sha256=None)
     path = Path(source).expanduser()
     if path.suffix.lower() == ".gguf":
         if not path.is_file():
@@ -76,7 +81,7 @@ def resolve_source(model: ModelSettings) -> ResolvedSource:
             f"there is no model folder {source}",
             "model.source is a folder, a .gguf file, a hub id such as Qwen/Qwen2.5-7B, or pypi:...",
         )
-    return _from_hub(source, model.revision)
+    return _from_hub(source, model.revision, local_only)
 
 
 def _gguf(path: Path, source: str, expected_sha256: str | None) -> ResolvedSource:
@@ -168,7 +173,7 @@ def _folder_fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _from_hub(repo_id: str, revision: str | None) -> ResolvedSource:
+def _from_hub(repo_id: str, revision: str | None, local_only: bool) -> ResolvedSource:
     from huggingface_hub import snapshot_download
 
     def snapshot(local_files_only: bool) -> Path:
@@ -185,8 +190,9 @@ def _from_hub(repo_id: str, revision: str | None) -> ResolvedSource:
     try:  # what is complete on this disk needs no network, and stays the same from run to run
         folder = snapshot(local_files_only=True)
         return _hub_folder(folder, repo_id)
-    except Exception:  # absent, or an interrupted download: fetch what is missing
-        pass
+    except Exception as error:  # absent, or an interrupted download: fetch what is missing
+        if local_only:
+            raise not_here(repo_id) from error
     try:
         folder = snapshot(local_files_only=False)
     except Exception as error:  # the hub library raises a dozen kinds, and those of its HTTP client

