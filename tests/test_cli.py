@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,11 +73,17 @@ class FakeEngine:
             raise SwiftgenError("9002 positions are needed, the model has 9000", "ask for fewer")
 
     def stream(
-        self, prompt: list[int], *, num_tokens: int, seed: int = 0, on_prefill: Callable[[int, int], None]
+        self,
+        prompt: list[int],
+        *,
+        num_tokens: int,
+        seed: int = 0,
+        on_prefill: Callable[[int, int], None],
+        written: Sequence[int] = (),
     ) -> Iterator[FakeStep]:
         self.seed = seed
         on_prefill(1, 1)
-        for i in range(num_tokens):
+        for i in range(len(written), num_tokens):
             if self.failure and i == self.fail_after:
                 raise self.failure
             time.sleep(self.step_s)

@@ -388,7 +388,7 @@ def test_the_loop_imports_no_command_line_no_panel_no_transformers_and_no_files(
     assert {name.split(".")[0] for name in imported - ours} <= {"torch", *sys.stdlib_module_names}
     for name in ("typer", "rich", "transformers", "pathlib", "io", "os", "json", "shutil", "tempfile", "sys"):
         assert name not in {module.split(".")[0] for module in imported}
-    allowed = {"cache", "drafters", "planner", "sampling", "target", "tree"}
+    allowed = {"cache", "drafters", "planner", "replay", "sampling", "target", "tree"}
     assert {name.split(".")[1] for name in ours} <= allowed
     called = {
         node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and hasattr(node.func, "id")

@@ -85,7 +85,7 @@ def test_a_run_on_disk(tmp_path: Path) -> None:
         == manifest(created=document.manifest.created).finished("length")
     )
     assert sorted(p.name for p in tmp_path.rglob("*")) == sorted(
-        ["book.txt", "book.swiftgen", "run.yaml", "tokens.bin", "steps.jsonl"]
+        ["book.txt", "book.swiftgen", "run.yaml", "tokens.bin", "steps.jsonl", ".lock"]
     )
 
 
@@ -101,7 +101,7 @@ def test_records_about_once_a_second_with_the_checksum_of_the_log(tmp_path: Path
             document.append(event)
         document.finish("length")
     records = [json.loads(line) for line in (run_folder(path) / "steps.jsonl").read_text().splitlines()]
-    assert [record["num_tokens"] for record in records] == [8, 16, 24, 32, 35]
+    assert [record["num_tokens"] for record in records] == [0, 8, 16, 24, 32, 35]
     log = (run_folder(path) / "tokens.bin").read_bytes()
     for record in records:
         assert zlib.crc32(log[: 4 * record["log_tokens"]]) == record["log_crc32"]

@@ -139,6 +139,29 @@ def test_distinct_equals_sets_of_tuples_and_does_not_depend_on_the_blocks() -> N
 def test_distinct_keeps_at_most_24_bytes_for_a_unique_ngram() -> None:
     distinct = DistinctN()
     distinct.update(range(50_000))
-    num_bytes = sum(table.itemsize * len(table) for seen in distinct._seen for table in seen._tables)
     assert distinct.values == (1, 1, 1, 1)
-    assert num_bytes / (4 * 50_000) <= 24
+    assert num_bytes_of(distinct) / (4 * 50_000) <= 24
+
+
+def num_bytes_of(distinct: DistinctN) -> int:
+    return sum(table.itemsize * len(table) for seen in distinct._seen for table in seen._tables)
+
+
+def test_distinct_is_exact_up_to_200_000_tokens() -> None:
+    distinct = DistinctN()
+    distinct.update(range(190_000))
+    distinct.update([7] * 10_000)
+    assert distinct.values == (190_000 / 200_000, *(190_001 / (200_000 - n) for n in (1, 2, 3)))
+
+
+def test_distinct_stays_close_in_four_mebibytes_for_each_n(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swiftgen.distinct._PART_KEYS", 64)  # of 1,024: as if 800,000 tokens were 12,800,000
+    rng = random.Random(1)
+    token_ids = [rng.randrange(400) for _ in range(150_000)]
+    distinct = DistinctN()
+    distinct.update(token_ids)
+    for n, value in enumerate(distinct.values, start=1):
+        grams = list(zip(*(token_ids[i:] for i in range(n)), strict=False))
+        assert value == pytest.approx(len(set(grams)) / len(grams), rel=0.03)  # three standard errors
+        assert value <= 1
+    assert num_bytes_of(distinct) <= 4 * 2**22 * 64 / 1024

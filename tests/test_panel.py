@@ -131,7 +131,7 @@ def test_the_panel_is_drawn_at_most_eight_times_a_second_and_leaves_nothing_behi
 def test_lines_come_every_ten_seconds_without_control_codes() -> None:
     clock = Clock()
     console = Console(file=io.StringIO(), width=80)
-    lines, metrics = LinePrinter(console, every_s=10, clock=clock), RunMetrics(clock)
+    lines, metrics = LinePrinter(console, every_s=10, clock=clock), RunMetrics(clock, find_loops=False)
     lines.start(INFO)
     for _ in range(95):
         clock.now_s += 0.5

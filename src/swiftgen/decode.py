@@ -15,6 +15,7 @@ import torch
 from swiftgen.cache import BLOCK_TOKENS, FullCache
 from swiftgen.drafters.base import Committed
 from swiftgen.planner import Planner
+from swiftgen.replay import chains
 from swiftgen.sampling import History, Sampler
 from swiftgen.target import PassOutput, Target
 from swiftgen.tree import DraftTree
@@ -63,20 +64,26 @@ def decode(
     num_tokens: int,
     stop_token_ids: Collection[int] = (),
     on_prefill: Callable[[int], None] | None = None,
+    written: Sequence[int] = (),
 ) -> Iterator[StepEvent]:
     """Write `num_tokens` tokens after the prompt, or fewer if a stop token comes first.
 
     Args:
         cache: Empty, with room for prompt, text and one tree.
         stop_token_ids: The text ends before the first of these; its token is still in the last event.
-        on_prefill: Called with the number of prompt tokens done.
+        on_prefill: Called with the number of tokens read, of the prompt and of what is written.
+        written: The first of the tokens, if they are there already; fewer than `num_tokens`.
     """
     history = History(len(prompt_ids) + num_tokens)
     history.extend(prompt_ids)
-    prefill = target.prefill(prompt_ids[:-1], cache, on_prefill)
-    planner.read(_committed(prompt_ids, cache, 0, prefill, -1))
+    output = target.prefill(prompt_ids[:-1], cache, on_prefill)
+    planner.read(_committed(prompt_ids, cache, 0, output, -1))
+    if written:
+        output = _reread(target, cache, [*prompt_ids, *written], on_prefill)
+        planner.read(_committed(written, cache, len(prompt_ids) - 1, output, -1))
+        history.extend(written)
 
-    num_left = num_tokens
+    num_left = num_tokens - len(written)
     while num_left:
         begin_s, position = time.perf_counter(), cache.length
         levels_to_block_end = BLOCK_TOKENS - 1 - position % BLOCK_TOKENS
@@ -111,6 +118,22 @@ def decode(
             sample_s=time.perf_counter() - verified_s,
             stop_reason=stop_reason,
         )
+
+
+def _reread(
+    target: Target, cache: FullCache, token_ids: Sequence[int], on_prefill: Callable[[int], None] | None
+) -> PassOutput | None:
+    """Bring the cache up to all tokens but the last; returns the last pass.
+
+    Not in the longer passes of the prefill: the tokens were written by passes of at most `max_rows` rows, and
+    only those agree bit for bit.
+    """
+    output = None
+    for tree, passed in chains(target, cache, token_ids[:-1]):
+        output = passed
+        if on_prefill:
+            on_prefill(cache.length + len(tree))
+    return output
 
 
 def _committed(

@@ -5,6 +5,7 @@
         run.yaml         what was asked for and with what it was computed (manifest.py)
         tokens.bin       append-only little-endian uint32 token ids, the prompt first
         steps.jsonl      cumulative metrics, about one record a second
+        .lock            held by the process that writes the run (locks.py)
 
 The token log is the truth and the text is derived from it, so of every step the tokens are written
 first. A killed process loses nothing; a power cut loses at most what came after the last sync.
@@ -12,22 +13,25 @@ first. A killed process loses nothing; a power cut loses at most what came after
 
 from __future__ import annotations
 
-import errno
 import json
 import os
+import shlex
 import shutil
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from filelock import BaseFileLock
+
 from swiftgen.errors import SwiftgenError
+from swiftgen.locks import LOCK_NAME, check_unlocked, lock_run
 from swiftgen.manifest import MANIFEST_NAME, Manifest, now_utc, read_manifest, write_manifest
 from swiftgen.metrics import RunMetrics
-from swiftgen.storage import AppendFile, sync_folder, write_synced
+from swiftgen.storage import AppendFile, disk_errors, sync_folder, write_synced
 
 if TYPE_CHECKING:
     from swiftgen.decode import StepEvent
@@ -37,13 +41,18 @@ TOKENS_NAME = "tokens.bin"
 STEPS_NAME = "steps.jsonl"
 SYNC_INTERVAL_S = 1.0
 
-_KNOWN_NAMES = {MANIFEST_NAME, f"{MANIFEST_NAME}.new", TOKENS_NAME, STEPS_NAME}
-_TOKEN_BYTES = 4
+_KNOWN_NAMES = {MANIFEST_NAME, f".{MANIFEST_NAME}.new", TOKENS_NAME, STEPS_NAME, LOCK_NAME}
+TOKEN_BYTES = 4
 
 
 def run_folder(path: Path) -> Path:
     """The run folder of a text file: book.txt -> book.swiftgen."""
     return path.with_suffix(RUN_SUFFIX)
+
+
+def how_to_resume(path: Path) -> str:
+    """The command that goes on with a stopped run, for a sentence."""
+    return f"`swiftgen resume {shlex.quote(str(path))}`"
 
 
 def read_tokens(folder: Path) -> list[int]:
@@ -53,9 +62,9 @@ def read_tokens(folder: Path) -> list[int]:
         SwiftgenError: the log cannot be read.
     """
     path = folder / TOKENS_NAME
-    with _explained(path, "read"):
+    with disk_errors(path, "read"):
         data = path.read_bytes()
-    count = len(data) // _TOKEN_BYTES
+    count = len(data) // TOKEN_BYTES
     return list(struct.unpack_from(f"<{count}I", data))
 
 
@@ -65,7 +74,7 @@ def check_output(path: Path, force: bool) -> None:
     Raises:
         SwiftgenError: the place is taken, not writable, or something that is never replaced.
     """
-    with _explained(path, "write"):
+    with disk_errors(path, "write"):
         if path.is_dir():
             raise SwiftgenError(f"{path} is a folder", f"name a file in it, for example {path / 'book.txt'}")
         if path.suffix == RUN_SUFFIX:
@@ -85,6 +94,7 @@ class Document:
     Args:
         path: the text file; it and its run folder exist (see `create`).
         manifest: the content of its run.yaml.
+        lock: of the run folder, if this process has it already. It is released when the run ends.
         metrics: if given, its figures go to steps.jsonl; observe each event before appending it.
         clock: seconds from any origin.
 
@@ -97,6 +107,7 @@ class Document:
         path: Path,
         manifest: Manifest,
         *,
+        lock: BaseFileLock | None = None,
         metrics: RunMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -107,10 +118,12 @@ class Document:
         self._clock = clock
         self._next_sync_s = clock() + SYNC_INTERVAL_S
         self._finished = False
-        with _explained(path, "write"):
-            self._log = AppendFile(self.folder / TOKENS_NAME)
+        with self._disk_errors():
+            self._lock = lock or lock_run(self.folder, path)
+            self._log = AppendFile(self.folder / TOKENS_NAME, lambda data: len(data) & -TOKEN_BYTES)
             self._text = AppendFile(path)
-            self._steps = AppendFile(self.folder / STEPS_NAME)
+            self._steps = AppendFile(self.folder / STEPS_NAME, lambda data: data.rfind(b"\n") + 1)
+            self._sync()  # the first record: from here on, what the log holds now is under a checksum
 
     @classmethod
     def create(
@@ -130,11 +143,12 @@ class Document:
         """
         check_output(path, force)
         staging = path.parent / f".{run_folder(path).name}.{os.getpid()}"
-        with _explained(path, "write"):
+        with disk_errors(path, "write"):
             try:
                 staging.mkdir()
+                lock = lock_run(staging, path)
                 write_manifest(staging, manifest)
-                write_synced(staging / TOKENS_NAME, _packed(prompt_ids))
+                write_synced(staging / TOKENS_NAME, packed(prompt_ids))
                 write_synced(staging / STEPS_NAME, b"")
                 if force:
                     _remove_document(path)
@@ -144,17 +158,17 @@ class Document:
                 shutil.rmtree(staging, ignore_errors=True)
                 raise
             sync_folder(path.parent)
-        return cls(path, manifest, metrics=metrics, clock=clock)
+        return cls(path, manifest, lock=lock, metrics=metrics, clock=clock)
 
     @property
     def num_tokens(self) -> int:
         """Generated tokens in the log."""
-        return self._log.size // _TOKEN_BYTES - self.manifest.num_prompt_tokens
+        return self._log.size // TOKEN_BYTES - self.manifest.num_prompt_tokens
 
     def append(self, event: StepEvent) -> None:
         """Writes the tokens of one step, then its text; about once a second all is synced."""
-        with _explained(self.path, "write"):
-            self._log.add(_packed(event.token_ids))
+        with self._disk_errors():
+            self._log.add(packed(event.token_ids))
             self._text.add(event.text.encode("utf-8"))
             self._log.flush()
             self._text.flush()
@@ -168,13 +182,14 @@ class Document:
             return
         self._finished = True
         try:
-            with _explained(self.path, "write"):
+            with self._disk_errors():
                 self._sync()
                 self.manifest = self.manifest.finished(stop_reason)
                 write_manifest(self.folder, self.manifest)
         finally:
             for file in (self._log, self._text, self._steps):
                 file.close()
+            self._lock.release()
 
     def __enter__(self) -> Document:
         return self
@@ -189,13 +204,23 @@ class Document:
         with suppress(SwiftgenError):
             self.finish("interrupted" if isinstance(error, KeyboardInterrupt) else "error")
 
+    def _disk_errors(self) -> AbstractContextManager[None]:
+        return disk_errors(self.path, "write", f"then go on with {how_to_resume(self.path)}")
+
     def _sync(self) -> None:
         self._log.sync()
         self._text.sync()
+        for file in (self._log, self._text, self._steps):
+            if not file.is_in_place:
+                raise SwiftgenError(
+                    f"{file.path} was moved, removed or replaced while it was written",
+                    f"put it back, then go on with {how_to_resume(self.path)}",
+                    exit_code=1,
+                )
         record: dict[str, object] = {
             "time": now_utc().isoformat(),
             # With these a reader can tell a log that was damaged from one that was cut.
-            "log_tokens": self._log.size // _TOKEN_BYTES,
+            "log_tokens": self._log.size // TOKEN_BYTES,
             "log_crc32": self._log.crc32,
         }
         if self._metrics is not None:
@@ -204,7 +229,8 @@ class Document:
         self._steps.flush()
 
 
-def _packed(token_ids: Sequence[int]) -> bytes:
+def packed(token_ids: Sequence[int]) -> bytes:
+    """Token ids as the log holds them."""
     return struct.pack(f"<{len(token_ids)}I", *token_ids)
 
 
@@ -225,7 +251,11 @@ def _check_replaceable(path: Path, force: bool) -> None:
             raise SwiftgenError(f"{folder} is the run folder of {owner}", "choose another name")
     taken = next((place for place in (path, folder) if os.path.lexists(place)), None)
     if taken is not None and not force:
-        raise SwiftgenError(f"{taken} exists already", "replace it with --force, or choose another name")
+        go_on = f"go on with it by {how_to_resume(path)}, " if folder.is_dir() else ""
+        raise SwiftgenError(
+            f"{taken} exists already", f"{go_on}replace it with --force, or choose another name"
+        )
+    check_unlocked(folder, path)
 
 
 def _owner(folder: Path) -> str | None:
@@ -239,25 +269,9 @@ def _remove_document(path: Path) -> None:
     """Removes a text file and its run folder, which `_check_replaceable` has approved."""
     folder = run_folder(path)
     if folder.is_dir():
+        lock = lock_run(folder, path)
         for name in _KNOWN_NAMES:
             (folder / name).unlink(missing_ok=True)
         folder.rmdir()
+        lock.release()
     path.unlink(missing_ok=True)
-
-
-@contextmanager
-def _explained(path: Path, verb: str) -> Iterator[None]:
-    """Turns a failure of the disk into one line for people."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise SwiftgenError(
-                f"the disk is full: {path} ends early",
-                "what was written is kept; make room before you go on",
-                exit_code=1,
-            ) from error
-        place = error.filename or path
-        raise SwiftgenError(f"cannot {verb} {place}: {error.strerror or error}") from error
-    except ValueError as error:  # a NUL character in the name
-        raise SwiftgenError(f"cannot {verb} {str(path)!r}: {error}") from error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import zlib
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,6 +22,8 @@ MANIFEST_NAME = "run.yaml"
 COMPLETE_REASONS = ("length", "eos")
 
 _HEADER = "# Written by swiftgen. The token log (tokens.bin) is the truth; the text is derived from it.\n"
+_CHECKSUM = "# crc32 of the lines below: {:08x}\n"
+_CHECKED = re.compile(rb"#[^\n]*\n# crc32 of the lines below: ([0-9a-f]{8})\n")
 
 
 class _Strict(BaseModel):
@@ -38,6 +42,15 @@ class ModelRecord(_Strict):
     max_positions: int = Field(ge=1)
 
 
+class Continuation(_Strict):
+    """One time that a run was continued."""
+
+    time: AwareDatetime
+    num_tokens: int = Field(ge=0)  # that were there, without the prompt
+    versions: dict[str, str]
+    differences: list[str]  # from what the run was begun with, accepted with --anyway
+
+
 class Manifest(_Strict):
     """The content of run.yaml."""
 
@@ -53,11 +66,46 @@ class Manifest(_Strict):
     preset: dict[str, JsonValue]  # resolved
     arithmetic: dict[str, JsonValue]  # a resumed run must match it to write the same bytes
     versions: dict[str, str]
+    continued: list[Continuation] = []
 
     def finished(self, stop_reason: str) -> Manifest:
         """The manifest of the same run after it ended."""
         status = "complete" if stop_reason in COMPLETE_REASONS else "stopped"
         return self.model_copy(update={"status": status, "stop_reason": stop_reason})
+
+    def resumed(
+        self,
+        num_there: int,
+        num_tokens: int,
+        differences: Sequence[str],
+        model: ModelRecord,
+        arithmetic: dict[str, JsonValue],
+    ) -> Manifest:
+        """The manifest of the same run as it goes on.
+
+        Args:
+            num_there: tokens that are there, without the prompt.
+            num_tokens: planned, without the prompt.
+            differences: see `Continuation`.
+            model: with which it goes on.
+            arithmetic: with which it goes on.
+        """
+        entry = Continuation(
+            time=now_utc(),
+            num_tokens=num_there,
+            versions=installed_versions(),
+            differences=list(differences),
+        )
+        return self.model_copy(
+            update={
+                "status": "running",
+                "stop_reason": None,
+                "num_tokens": num_tokens,
+                "model": model,
+                "arithmetic": arithmetic,
+                "continued": [*self.continued, entry],
+            }
+        )
 
 
 def now_utc() -> datetime:
@@ -82,7 +130,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     Raises:
         OSError: the file cannot be written; the old one is still there.
     """
-    data = (_HEADER + dump_yaml(manifest.model_dump())).encode("utf-8")
+    content = dump_yaml(manifest.model_dump()).encode("utf-8")
+    data = (_HEADER + _CHECKSUM.format(zlib.crc32(content))).encode("utf-8") + content
     replace_file(folder / MANIFEST_NAME, lambda temporary: temporary.write_bytes(data))
 
 
@@ -95,7 +144,14 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST_NAME
     hint = "the folder belongs to no run of swiftgen, or its file was changed by hand"
     try:
-        data: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = path.read_bytes()
+        checked = _CHECKED.match(content)
+        if checked and zlib.crc32(content[checked.end() :]) != int(checked[1], 16):
+            raise SwiftgenError(
+                f"{path} is damaged: its checksum is another",
+                "if you changed it on purpose, remove its second line, which holds the checksum",
+            )
+        data: Any = yaml.safe_load(content.decode("utf-8"))
     except OSError as error:
         raise SwiftgenError(f"cannot read {path}: {error.strerror or error}", hint) from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, or an impossible date

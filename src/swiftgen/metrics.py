@@ -1,4 +1,4 @@
-"""The figures of a run: speed, acceptance, Distinct-n, where the time went.
+"""The figures of a run: speed, acceptance, Distinct-n, loops, where the time went.
 
 Acceptance rate and Distinct-n are defined as in the TokenSwift paper (arXiv 2502.18890, section 4.1):
 accepted draft tokens / offered levels of draft (gamma x steps), and unique n-grams / n-grams.
@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from swiftgen.distinct import DistinctN
+from swiftgen.loops import Loop, LoopDetector
 
 if TYPE_CHECKING:
     from swiftgen.decode import StepEvent
@@ -39,8 +40,12 @@ class MetricsSnapshot:
     sample_s: float
     wins: dict[str, int]  # accepted draft tokens by source
     distinct: tuple[float, ...]  # Distinct-1..4
+    loop: Loop | None  # the one the text is in
+    num_loops: int  # found so far
+    longest_loop: Loop | None  # of these, the one with the most repeated tokens
     context_tokens: int
     kv_bytes: int
+    num_tokens_before: int  # those of num_tokens that were there when this process began; not in the rates
     stop_reason: str | None
 
     @property
@@ -59,18 +64,32 @@ class RunMetrics:
 
     Args:
         clock: seconds from any origin; the time of the first call is the start of the prefill.
+        written: tokens of the run that were there before this process.
+        find_loops: whether to look for loops.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        written: Sequence[int] = (),
+        find_loops: bool = True,
+    ) -> None:
         self._clock = clock
         self._start_s = clock()
         self._decode_start_s: float | None = None
         self._last_s = self._start_s
         self._window: deque[tuple[float, int]] = deque()  # (time, tokens so far)
-        self._num_tokens = self._num_steps = self._num_drafted = 0
+        self._num_tokens_before = self._num_tokens = len(written)
+        self._num_steps = self._num_drafted = 0
         self._draft_s = self._verify_s = self._sample_s = 0.0
         self._wins: Counter[str] = Counter()
         self._distinct = DistinctN()
+        self._distinct.update(written)
+        self._find_loops = find_loops
+        self._loops = LoopDetector()
+        if find_loops:
+            self._loops.update(written)
         self._context_tokens = self._kv_bytes = 0
         self._stop_reason: str | None = None
 
@@ -78,6 +97,11 @@ class RunMetrics:
     def num_tokens(self) -> int:
         """Tokens generated so far."""
         return self._num_tokens
+
+    @property
+    def loop(self) -> Loop | None:
+        """The loop the text is in."""
+        return self._loops.current
 
     def start(self) -> None:
         """Sets the start of the prefill to now, if loading came in between."""
@@ -90,7 +114,7 @@ class RunMetrics:
             # The first event arrives a step after the end of the prefill, which it does not report.
             step_s = event.draft_s + event.verify_s + event.sample_s
             self._decode_start_s = max(self._start_s, now - step_s)
-            self._window.append((self._decode_start_s, 0))
+            self._window.append((self._decode_start_s, self._num_tokens_before))
         self._num_tokens += len(event.token_ids)
         self._num_steps += 1
         self._num_drafted += event.draft_depth
@@ -99,6 +123,8 @@ class RunMetrics:
         self._verify_s += event.verify_s
         self._sample_s += event.sample_s
         self._distinct.update(event.token_ids)
+        if self._find_loops:
+            self._loops.update(event.token_ids)
         self._context_tokens, self._kv_bytes = event.context_tokens, event.kv_bytes
         self._stop_reason = event.stop_reason
         self._window.append((now, self._num_tokens))
@@ -111,15 +137,16 @@ class RunMetrics:
         decode_start_s = self._decode_start_s if self._decode_start_s is not None else self._clock()
         decode_s = self._last_s - decode_start_s if begun else 0.0
         num_accepted = self._wins.total()
+        num_new = self._num_tokens - self._num_tokens_before
         return MetricsSnapshot(
             num_tokens=self._num_tokens,
             num_steps=self._num_steps,
             num_drafted=self._num_drafted,
             num_accepted=num_accepted,
             acceptance_rate=_ratio(num_accepted, self._num_drafted),
-            tokens_per_step=_ratio(self._num_tokens, self._num_steps),
+            tokens_per_step=_ratio(num_new, self._num_steps),
             tokens_per_s_now=self._rate_now(),
-            tokens_per_s=_ratio(self._num_tokens, decode_s),
+            tokens_per_s=_ratio(num_new, decode_s),
             prefill_s=decode_start_s - self._start_s,
             decode_s=decode_s,
             draft_s=self._draft_s,
@@ -127,8 +154,12 @@ class RunMetrics:
             sample_s=self._sample_s,
             wins=dict(self._wins),
             distinct=self._distinct.values,
+            loop=self._loops.current,
+            num_loops=self._loops.num_found,
+            longest_loop=self._loops.longest,
             context_tokens=self._context_tokens,
             kv_bytes=self._kv_bytes,
+            num_tokens_before=self._num_tokens_before,
             stop_reason=self._stop_reason,
         )
 

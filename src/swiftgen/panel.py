@@ -16,8 +16,18 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from swiftgen.loops import Loop
 from swiftgen.metrics import MetricsSnapshot, RunMetrics
-from swiftgen.wording import TextTail, count, duration, figure_rows, harmless, progress_line, summary_rows
+from swiftgen.wording import (
+    TextTail,
+    count,
+    duration,
+    figure_rows,
+    harmless,
+    loop_words,
+    progress_line,
+    summary_rows,
+)
 
 if TYPE_CHECKING:
     from swiftgen.decode import StepEvent
@@ -40,16 +50,17 @@ class RunInfo:
     output: str  # a file name, or "stdout"
     num_tokens: int  # planned
     exactness: str  # one line: how far the text equals that of plain decoding
+    num_written: int = 0  # tokens that are there already, of a run that is continued
 
 
 class Reporter(Protocol):
     """Shows a run. Calls come in this order; `close` may come at any time, and twice."""
 
     def start(self, info: RunInfo) -> None:
-        """The model is loaded; the prompt comes next."""
+        """The model is loaded; the prompt comes next, and what is written already."""
 
     def prefill(self, done_tokens: int, total_tokens: int) -> None:
-        """Part of the prompt is read."""
+        """Part of the prompt, or of what is written already, is read."""
 
     def step(self, event: StepEvent, metrics: RunMetrics) -> None:
         """One step is decoded, and observed by `metrics`."""
@@ -106,17 +117,22 @@ class LinePrinter:
         self._clock = clock
         self._next_s = 0.0
         self._info: RunInfo | None = None
+        self._known_loop_start: int | None = None
 
     def start(self, info: RunInfo) -> None:
         self._info = info
         if self._every_s is not None:
-            self._print(f"writing {count(info.num_tokens)} tokens with {info.preset} to {info.output}")
+            there = f", {count(info.num_written)} are there" if info.num_written else ""
+            self._print(f"writing {count(info.num_tokens)} tokens with {info.preset} to {info.output}{there}")
 
     def prefill(self, done_tokens: int, total_tokens: int) -> None:
         if self._due():
-            self._print(f"reading the prompt: {count(done_tokens)} of {count(total_tokens)} tokens")
+            what = "what is written" if self._info and self._info.num_written else "the prompt"
+            self._print(f"reading {what}: {count(done_tokens)} of {count(total_tokens)} tokens")
 
     def step(self, event: StepEvent, metrics: RunMetrics) -> None:
+        if self._every_s is not None:
+            self._warn(metrics.loop)
         if self._info is not None and self._due():
             self._print(progress_line(metrics.snapshot(), self._info.num_tokens))
 
@@ -125,6 +141,12 @@ class LinePrinter:
         self._console.print(_summary(snapshot, self._info, stop_reason))
 
     def close(self) -> None: ...
+
+    def _warn(self, loop: Loop | None) -> None:
+        """One line for every loop; the next line of progress comes when it would have come."""
+        if loop is not None and loop.start != self._known_loop_start:
+            self._console.print(Text(f"warning: {loop_words(loop)}"), soft_wrap=True)
+        self._known_loop_start = None if loop is None else loop.start
 
     def _due(self) -> bool:
         return self._every_s is not None and self._clock() >= self._next_s
@@ -151,7 +173,8 @@ class LivePanel:
 
     def prefill(self, done_tokens: int, total_tokens: int) -> None:
         if self._due():
-            self._draw([self._bar_line("prompt", done_tokens, total_tokens)])
+            label = "reading" if self._info and self._info.num_written else "prompt"
+            self._draw([self._bar_line(label, done_tokens, total_tokens)])
 
     def step(self, event: StepEvent, metrics: RunMetrics) -> None:
         self._tail.add(event.text)

@@ -14,7 +14,7 @@ import torch
 
 from swiftgen.cache import BLOCK_TOKENS, FullCache
 from swiftgen.sampling import NEG_INF, History, Sampler
-from swiftgen.target import Target
+from swiftgen.target import PassOutput, Target
 from swiftgen.tree import DraftTree
 
 
@@ -35,6 +35,26 @@ class Mismatch:
     margin: float | None
 
 
+def chains(
+    target: Target, cache: FullCache, token_ids: Sequence[int]
+) -> Iterator[tuple[DraftTree, PassOutput]]:
+    """Passes over the tokens that the cache lacks, each as long as the largest pass and the block allow.
+
+    The rows of a chain are committed when the next one is asked for.
+
+    Args:
+        cache: Holds the first of the tokens, or none.
+    """
+    while cache.length < len(token_ids):
+        position = cache.length
+        num_rows = min(target.max_rows, BLOCK_TOKENS - position % BLOCK_TOKENS)
+        chain = token_ids[position : position + num_rows]
+        tree = DraftTree(chain[0], max_depth=len(chain))
+        tree.add_path(0, chain[1:], "text")
+        yield tree, target.forward(tree, position, cache)
+        cache.commit(range(len(chain)))
+
+
 def replay(
     target: Target, sampler: Sampler, cache: FullCache, token_ids: Sequence[int], num_prompt_tokens: int
 ) -> Iterator[int | Mismatch]:
@@ -49,18 +69,12 @@ def replay(
     history = History(len(token_ids))
     history.extend(token_ids[:num_prompt_tokens])
     target.prefill(token_ids[: num_prompt_tokens - 1], cache)
-    num_left = len(token_ids) - num_prompt_tokens
-    while num_left:
-        position = cache.length
-        to_block_end = BLOCK_TOKENS - position % BLOCK_TOKENS
-        chain = token_ids[position : position + min(target.max_rows, to_block_end, num_left)]
-        tree = DraftTree(chain[0], max_depth=len(chain))
-        tree.add_path(0, chain[1:], "text")
-        hidden = target.forward(tree, position, cache).hidden
-        positions = torch.arange(len(chain)) + position + 1
+    for tree, output in chains(target, cache, token_ids[:-1]):
+        first, hidden = cache.length + 1, output.hidden
+        positions = torch.arange(len(tree)) + first
         windows = history.windows(tree, sampler.W)
         picks = sampler.pick(target.logits(hidden), positions, windows)
-        following = token_ids[position + 1 : position + 1 + len(chain)]
+        following = token_ids[first : first + len(tree)]
         for row, (found, picked) in enumerate(zip(following, picks, strict=True)):
             if found != picked:
                 one = slice(row, row + 1)
@@ -68,9 +82,7 @@ def replay(
                 score_of = dict(zip(ids.tolist(), scores[0].tolist(), strict=True))
                 margin = score_of.get(picked, NEG_INF) - score_of.get(found, NEG_INF)
                 is_possible = margin < math.inf
-                yield Mismatch(position + 1 + row, found, picked, margin if is_possible else None)
+                yield Mismatch(first + row, found, picked, margin if is_possible else None)
                 return
-        cache.commit(range(len(chain)))
         history.extend(following)
-        num_left -= len(chain)
-        yield len(token_ids) - num_prompt_tokens - num_left
+        yield first + len(tree) - num_prompt_tokens

@@ -1,13 +1,16 @@
-"""Files that survive failures: records appended whole, files replaced whole."""
+"""Files that survive failures: records appended whole, files replaced whole, errors in one line."""
 
 from __future__ import annotations
 
+import errno
 import os
 import zlib
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
+
+from swiftgen.errors import SwiftgenError
 
 
 class AppendFile:
@@ -16,11 +19,18 @@ class AppendFile:
     What could not be written waits for the next flush. The state is one value, replaced at once, and
     writes go to a fixed place; so an interrupt (Ctrl-C) between any two instructions neither loses
     nor repeats a record.
+
+    Args:
+        whole_bytes: how much of a content is whole records; what is left of another is cut off.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, whole_bytes: Callable[[bytes], int] = len) -> None:
+        self.path = path
         self._file = FileIO(path, "r+")
         data = self._file.readall()
+        if whole_bytes(data) < len(data):
+            data = data[: whole_bytes(data)]
+            self._file.truncate(len(data))
         self._state = (len(data), zlib.crc32(data), b"")  # (bytes written, their checksum, bytes waiting)
 
     @property
@@ -32,6 +42,14 @@ class AppendFile:
     def crc32(self) -> int:
         """Checksum of the bytes written."""
         return self._state[1]
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether its name still leads to this file; one that was removed can be written, but not found."""
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path))
+        except FileNotFoundError:
+            return False
 
     def add(self, data: bytes) -> None:
         """Queues a record for the next flush."""
@@ -96,3 +114,30 @@ def sync_folder(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+@contextmanager
+def disk_errors(path: Path, verb: str, go_on: str = "") -> Iterator[None]:
+    """Turns a failure of the disk into one line for people.
+
+    Args:
+        path: what is read or written.
+        verb: "read" or "write".
+        go_on: how to go on with a run that is stopped by it; empty if none is.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise SwiftgenError(
+                f"the disk is full: {path} ends early",
+                f"what was written is kept; make room, {go_on}" if go_on else "make room first",
+                exit_code=1,
+            ) from error
+        raise SwiftgenError(
+            f"cannot {verb} {error.filename or path}: {error.strerror or error}",
+            f"what was written is kept; set that right, {go_on}" if go_on else "",
+            exit_code=1 if go_on else 2,
+        ) from error
+    except ValueError as error:  # a NUL character in the name
+        raise SwiftgenError(f"cannot {verb} {str(path)!r}: {error}") from error

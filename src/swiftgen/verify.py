@@ -13,13 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
 from tqdm import tqdm
 
-from swiftgen.document import read_tokens, run_folder
 from swiftgen.errors import SwiftgenError
-from swiftgen.manifest import Manifest, read_manifest
-from swiftgen.presets import Preset
+from swiftgen.manifest import Manifest
+from swiftgen.runs import RecordedRun, arithmetic_record, check_token_ids, read_run
 from swiftgen.stdout import write_stdout
 
 if TYPE_CHECKING:
@@ -69,22 +67,18 @@ def verify(request: VerifyRequest) -> int:
         SwiftgenError: there is no such document, its run folder is damaged, or its model is not to be had.
     """
     path = request.document
-    folder = run_folder(path)
-    if not folder.is_dir():
-        raise SwiftgenError(
-            f"{path} has no run folder ({folder})", "name a text file written by `swiftgen write -o`"
-        )
-    manifest = read_manifest(folder)
-    token_ids = read_tokens(folder)
-    if len(token_ids) <= manifest.num_prompt_tokens:
+    run = read_run(path)
+    manifest = run.manifest
+    if not run.written:
         raise SwiftgenError(f"the token log of {path} holds no text", "it was stopped before the first token")
     if not request.quiet:
         print(f"loading {manifest.preset.get('name')} ...", file=sys.stderr)
     import swiftgen  # PyTorch comes with it, so not before all else is in order
 
-    engine = swiftgen.load(_preset(manifest, folder))
+    engine = swiftgen.load(run.preset({"draft": "none", "heads": None}))  # how it was drafted does not matter
+    engine.stretch_to = manifest.model.max_positions
     engine.prepare(manifest.num_prompt_tokens, manifest.num_tokens)
-    verdict = check_document(engine, path, manifest, token_ids, request.quiet)
+    verdict = check_document(engine, run, request.quiet)
     if request.json:
         result = {"document": str(path), "exact": verdict.is_exact, **asdict(verdict)}
         write_stdout(json.dumps(result) + "\n")
@@ -93,29 +87,24 @@ def verify(request: VerifyRequest) -> int:
     return 0 if verdict.is_exact else EXIT_DIFFERS
 
 
-def check_document(
-    engine: Engine, path: Path, manifest: Manifest, token_ids: Sequence[int], quiet: bool = True
-) -> Verdict:
+def check_document(engine: Engine, run: RecordedRun, quiet: bool = True) -> Verdict:
     """Replays a document with an engine that is prepared for it.
 
     Raises:
         SwiftgenError: the model is another one, or the log holds ids that it does not have.
     """
+    manifest = run.manifest
     recorded, fingerprint = manifest.model.fingerprint, engine.loaded.fingerprint
     if recorded != fingerprint:
         raise SwiftgenError(
-            f"not the model that wrote {path} (fingerprint {fingerprint[:12]}, then {recorded[:12]})",
+            f"not the model that wrote {run.path} (fingerprint {fingerprint[:12]}, then {recorded[:12]})",
             "set back the model, or its revision",
         )
-    vocab_size = engine.opened.config.vocab_size
-    if wrong := [token for token in token_ids if token >= vocab_size]:
-        raise SwiftgenError(
-            f"the token log of {path} is damaged: it holds token {wrong[0]}, the model has {vocab_size:,}"
-        )
-    num_prompt, num_tokens = manifest.num_prompt_tokens, len(token_ids) - manifest.num_prompt_tokens
+    check_token_ids(run, engine.opened.config.vocab_size)
+    num_prompt, num_tokens = manifest.num_prompt_tokens, len(run.written)
     num_checked, mismatch = 0, None
     with tqdm(total=num_tokens, desc="verifying", unit=" tokens", disable=quiet, file=sys.stderr) as bar:
-        for found in engine.replay(token_ids, num_prompt, manifest.seed):
+        for found in engine.replay(run.token_ids, num_prompt, manifest.seed):
             if isinstance(found, int):
                 bar.update(found - num_checked)
                 num_checked = found
@@ -125,7 +114,7 @@ def check_document(
         num_tokens,
         num_checked,
         mismatch,
-        _text_problem(engine.tokenizer, path, manifest, token_ids[num_prompt:]),
+        _text_problem(engine.tokenizer, run),
         _notes(engine, manifest, num_tokens),
     )
 
@@ -147,24 +136,12 @@ def describe(verdict: Verdict, tokenizer: Any, manifest: Manifest) -> list[str]:
     return [*lines, *verdict.notes]
 
 
-def _preset(manifest: Manifest, folder: Path) -> Preset:
-    """The settings of the run; how it was drafted does not matter."""
-    try:
-        return Preset.model_validate(dict(manifest.preset) | {"draft": "none", "heads": None})
-    except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(map(str, problem["loc"]))
-        raise SwiftgenError(
-            f"{folder / 'run.yaml'} is damaged: preset.{where}: {problem['msg']}",
-            "it was changed by hand, or written by another version",
-        ) from error
-
-
-def _text_problem(tokenizer: Any, path: Path, manifest: Manifest, token_ids: Sequence[int]) -> str:
+def _text_problem(tokenizer: Any, run: RecordedRun) -> str:
     from swiftgen.text import TextStream
 
+    path, manifest = run.path, run.manifest
     stream = TextStream(tokenizer)
-    expected = stream.push(token_ids)
+    expected = stream.push(run.written)
     if manifest.status == "complete":
         expected += stream.finish()
     try:
@@ -181,11 +158,15 @@ def _text_problem(tokenizer: Any, path: Path, manifest: Manifest, token_ids: Seq
 
 
 def _notes(engine: Engine, manifest: Manifest, num_tokens: int) -> list[str]:
-    notes = []
+    notes = [
+        f"continued with --anyway after token {entry.num_tokens:,}: {'; '.join(entry.differences)}"
+        for entry in manifest.continued
+        if entry.differences
+    ]
     if num_tokens < manifest.num_tokens and manifest.stop_reason != "eos":
         notes.append(f"the run was stopped at {num_tokens:,} of {manifest.num_tokens:,} tokens")
     if not engine.is_lossless:
         notes.append(f"on this machine decoding is {engine.exactness}: a difference may be rounding")
-    elif json.loads(json.dumps(engine.arithmetic)) != manifest.arithmetic:
+    elif arithmetic_record(engine) != manifest.arithmetic:
         notes.append("it was written with other arithmetic (see run.yaml): a difference may be rounding")
     return notes

@@ -8,6 +8,7 @@ from collections import deque
 from rich.console import Console
 from rich.text import Text
 
+from swiftgen.loops import Loop
 from swiftgen.metrics import MetricsSnapshot
 
 Row = tuple[str, Text]  # label, value
@@ -16,6 +17,7 @@ _STOP_REASONS = {
     "length": "planned length reached",
     "eos": "the model ended the text",
     "interrupted": "interrupted",
+    "loop": "stopped in a loop",
 }
 _SOURCE_NAMES = {"base": "base", "heads": "heads", "lookup": "looking back", "ngram": "n-grams"}
 _SEPARATOR = (" · ", "dim")
@@ -43,6 +45,12 @@ def size(num_bytes: int) -> str:
     return f"{mib / 1024:.2f} GiB" if mib >= 1024 else f"{mib:.1f} MiB"
 
 
+def loop_words(loop: Loop) -> str:
+    """What a loop repeats and since when; tokens of the text count from 0."""
+    tokens = "token" if loop.period == 1 else "tokens"
+    return f"loop of {count(loop.period)} {tokens} since token {count(loop.start)}"
+
+
 def progress_line(snapshot: MetricsSnapshot, num_tokens: int) -> str:
     """One line for a log."""
     parts = [f"{count(snapshot.num_tokens)}/{count(num_tokens)} tokens"]
@@ -59,7 +67,7 @@ def progress_line(snapshot: MetricsSnapshot, num_tokens: int) -> str:
 def figure_rows(snapshot: MetricsSnapshot) -> list[Row]:
     """The figures of the live panel."""
     now, average = snapshot.tokens_per_s_now or 0.0, snapshot.tokens_per_s or 0.0
-    return [
+    rows = [
         (
             "speed",
             _joined(
@@ -73,13 +81,16 @@ def figure_rows(snapshot: MetricsSnapshot) -> list[Row]:
         ("distinct", _distinct(snapshot)),
         ("context", _context(snapshot)),
     ]
+    if snapshot.loop is not None:
+        rows.append(("repeating", Text(loop_words(snapshot.loop), "bold yellow")))
+    return rows
 
 
 def summary_rows(snapshot: MetricsSnapshot, output: str, exactness: str, stop_reason: str) -> list[Row]:
     """The table at the end of a run."""
     reason = _STOP_REASONS.get(stop_reason, stop_reason)
     rate = snapshot.tokens_per_s or 0.0
-    return [
+    rows = [
         ("written", _joined(_figure(count(snapshot.num_tokens), f" tokens to {harmless(output)}"), reason)),
         (
             "speed",
@@ -96,6 +107,9 @@ def summary_rows(snapshot: MetricsSnapshot, output: str, exactness: str, stop_re
         ("context", _context(snapshot)),
         ("exactness", Text(exactness)),
     ]
+    if snapshot.longest_loop is not None:
+        rows.insert(-2, ("loops", _loops(snapshot.num_loops, snapshot.longest_loop)))
+    return rows
 
 
 class TextTail:
@@ -189,6 +203,13 @@ def _distinct(snapshot: MetricsSnapshot) -> Text:
             Text.assemble((f"{n}: ", "dim"), (f"{value:.3f}", "bold"))
             for n, value in enumerate(snapshot.distinct, start=1)
         )
+    )
+
+
+def _loops(num_loops: int, longest: Loop) -> Text:
+    which = loop_words(longest) if num_loops == 1 else f"the longest: {loop_words(longest)}"
+    return _joined(
+        _figure(count(num_loops), " found"), which, _figure(count(longest.num_repeated), " repeated")
     )
 
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from swiftgen.document import Document, check_output
+from swiftgen.document import Document, check_output, how_to_resume
 from swiftgen.errors import SwiftgenError
-from swiftgen.manifest import Manifest, ModelRecord, installed_versions, now_utc
+from swiftgen.manifest import COMPLETE_REASONS, Manifest, installed_versions, now_utc
 from swiftgen.metrics import MetricsSnapshot, RunMetrics
 from swiftgen.presets import load_preset
 from swiftgen.prompts import read_prompt
+from swiftgen.runs import arithmetic_record, model_record
 from swiftgen.stdout import StdoutSink, write_stdout
+from swiftgen.stopping import StopSignals
 
 if TYPE_CHECKING:
     from swiftgen.decode import StepEvent
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from swiftgen.panel import Display, Reporter
 
 EXIT_INTERRUPTED = 130
+ON_LOOP = ("warn", "stop", "ignore")
 MAX_SEED = 2**63 - 1  # seeds are mixed into 64-bit signed integers
 
 
@@ -43,6 +46,33 @@ class WriteRequest:
     force: bool
     quiet: bool
     json: bool
+    on_loop: str = "warn"  # one of ON_LOOP
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be written, by a new run or by one that goes on.
+
+    Args:
+        written: The first of the tokens after the prompt, which are there already.
+        num_tokens: Planned, without the prompt.
+        output: None is stdout.
+        json: Whether to end with a line of JSON.
+        stop_in_loop: Whether to end the run when the text has begun to go round in a circle.
+    """
+
+    prompt_ids: Sequence[int]
+    written: Sequence[int]
+    num_tokens: int
+    seed: int
+    output: Path | None
+    json: bool
+    stop_in_loop: bool = False
+
+    @property
+    def place(self) -> str:
+        """Where the text goes, for people."""
+        return "stdout" if self.output is None else str(self.output)
 
 
 class Sink(Protocol):
@@ -64,68 +94,99 @@ def write(request: WriteRequest) -> int:
         raise SwiftgenError(f"--tokens is {request.num_tokens}", "ask for at least 1 token")
     if not 0 <= request.seed <= MAX_SEED:
         raise SwiftgenError(f"--seed is {request.seed}", f"allowed is a whole number from 0 to {MAX_SEED}")
+    if request.on_loop not in ON_LOOP:
+        raise SwiftgenError(f"--on-loop is {request.on_loop!r}", f"allowed are {', '.join(ON_LOOP)}")
     prompt = read_prompt(request.prompt, request.prompt_file, request.prompt_from_stdin)
     preset = load_preset(request.preset, request.overrides)
     if request.output is not None:
         check_output(request.output, request.force)
 
-    reporter = _reporter(request)
+    reporter = reporter_for(request.output, request.quiet)
     if not request.quiet:
         print(f"loading {preset.name} ...", file=sys.stderr)
-    try:
-        import swiftgen  # PyTorch comes with it, so not before all else is in order
+    with StopSignals() as signals:
+        try:
+            import swiftgen  # PyTorch comes with it, so not before all else is in order
 
-        engine = swiftgen.load(preset)
-        prompt_ids = engine.encode(prompt)
-        engine.prepare(len(prompt_ids), request.num_tokens)
-        metrics = RunMetrics()
-        sink = _open_sink(request, engine, prompt_ids, metrics)
-    except KeyboardInterrupt:
-        print("interrupted: nothing was written", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    with sink as opened:
-        return _run(request, engine, prompt_ids, metrics, opened, reporter)
+            engine = swiftgen.load(preset)
+            prompt_ids = engine.encode(prompt)
+            engine.prepare(len(prompt_ids), request.num_tokens)
+            metrics = RunMetrics(find_loops=request.on_loop != "ignore")
+            sink = _open_sink(request, engine, prompt_ids, metrics)
+        except KeyboardInterrupt as interrupt:
+            print("interrupted: nothing was written", file=sys.stderr)
+            return int(getattr(interrupt, "exit_code", EXIT_INTERRUPTED))
+        stop_in_loop = request.on_loop == "stop"
+        job = Job(
+            prompt_ids, [], request.num_tokens, request.seed, request.output, request.json, stop_in_loop
+        )
+        with sink as opened:
+            return run_job(job, engine, metrics, opened, reporter, signals)
 
 
-def _run(
-    request: WriteRequest,
-    engine: Engine,
-    prompt_ids: list[int],
-    metrics: RunMetrics,
-    sink: Sink,
-    reporter: Reporter,
+def run_job(
+    job: Job, engine: Engine, metrics: RunMetrics, sink: Sink, reporter: Reporter, signals: StopSignals
 ) -> int:
-    from swiftgen.panel import RunInfo
+    """Writes until the length, the end of the text, a loop or a signal; returns the exit code.
 
-    stop_reason = "interrupted"
+    Args:
+        engine: prepared for prompt and length.
+    """
+    from swiftgen.panel import RunInfo
+    from swiftgen.wording import loop_words
+
+    def on_prefill(done_tokens: int, total_tokens: int) -> None:
+        signals.check()
+        reporter.prefill(done_tokens, total_tokens)
+
+    stop_reason, exit_code = "interrupted", 0
     try:
-        reporter.start(RunInfo(engine.preset.name, _place(request), request.num_tokens, engine.exactness))
-        metrics.start()
-        for event in engine.stream(
-            prompt_ids, num_tokens=request.num_tokens, seed=request.seed, on_prefill=reporter.prefill
-        ):
-            metrics.observe(event)
-            sink.append(event)
-            reporter.step(event, metrics)
-            stop_reason = event.stop_reason or stop_reason
-    except KeyboardInterrupt:
-        pass  # what is written stays; the summary below says how much
+        with signals.deferred():
+            reporter.start(
+                RunInfo(engine.preset.name, job.place, job.num_tokens, engine.exactness, len(job.written))
+            )
+            metrics.start()
+            for event in engine.stream(
+                job.prompt_ids,
+                num_tokens=job.num_tokens,
+                seed=job.seed,
+                on_prefill=on_prefill,
+                written=job.written,
+            ):
+                metrics.observe(event)
+                sink.append(event)
+                stop_reason = event.stop_reason or stop_reason
+                signals.check()
+                if job.stop_in_loop and metrics.loop and not event.stop_reason:
+                    stop_reason = "loop"
+                    break
+                reporter.step(event, metrics)
+    except KeyboardInterrupt as interrupt:  # what is written stays; the summary below says how much
+        exit_code = int(getattr(interrupt, "exit_code", EXIT_INTERRUPTED))
     finally:
-        reporter.close()
+        with suppress(OSError):  # a terminal that has gone (SIGHUP)
+            reporter.close()
     sink.finish(stop_reason)
     snapshot = metrics.snapshot()
-    reporter.finish(snapshot, stop_reason)
-    if request.json:
-        line = json.dumps(_result(request, engine, len(prompt_ids), snapshot, stop_reason))
-        if request.output is None:
+    with suppress(OSError):
+        reporter.finish(snapshot, stop_reason)
+    if job.json:
+        line = json.dumps(_result(job, engine, snapshot, stop_reason))
+        if job.output is None:
             print(line, file=sys.stderr)
         else:
             write_stdout(line + "\n")
-    if stop_reason != "interrupted":
+    if stop_reason in COMPLETE_REASONS:
         return 0
-    kept = f"{snapshot.num_tokens:,} of {request.num_tokens:,} tokens"
-    print(f"interrupted: {kept} are written to {_place(request)}", file=sys.stderr)
-    return EXIT_INTERRUPTED
+    with suppress(OSError):
+        kept = f"{snapshot.num_tokens:,} of {job.num_tokens:,} tokens"
+        why = "interrupted"
+        if stop_reason == "loop" and snapshot.loop:
+            why = f"stopped in a {loop_words(snapshot.loop)}"
+        print(f"{why}: {kept} are written to {job.place}", file=sys.stderr)
+        if job.output is not None:
+            print(f"go on with {how_to_resume(job.output)}", file=sys.stderr)
+    return exit_code
 
 
 def _open_sink(
@@ -139,55 +200,43 @@ def _open_sink(
 
 def _manifest(request: WriteRequest, engine: Engine, num_prompt_tokens: int) -> Manifest:
     assert request.output is not None
-    loaded = engine.loaded
     return Manifest(
         text_file=request.output.name,
         created=now_utc(),
         seed=request.seed,
         num_tokens=request.num_tokens,
         num_prompt_tokens=num_prompt_tokens,
-        model=ModelRecord(
-            source=loaded.source,
-            fingerprint=loaded.fingerprint,
-            dtype=str(loaded.dtype).removeprefix("torch."),
-            device=str(loaded.device),
-            max_positions=loaded.max_positions,
-        ),
+        model=model_record(engine),
         preset=engine.preset.model_dump(mode="json"),
-        arithmetic=json.loads(json.dumps(engine.arithmetic)),  # tuples as lists, as YAML reads them back
+        arithmetic=arithmetic_record(engine),
         versions=installed_versions(),
     )
 
 
-def _result(
-    request: WriteRequest, engine: Engine, num_prompt_tokens: int, snapshot: MetricsSnapshot, stop_reason: str
-) -> dict[str, Any]:
+def _result(job: Job, engine: Engine, snapshot: MetricsSnapshot, stop_reason: str) -> dict[str, Any]:
     return {
-        "output": None if request.output is None else str(request.output),
+        "output": None if job.output is None else str(job.output),
         "preset": engine.preset.name,
         "model": engine.loaded.source,
-        "seed": request.seed,
-        "num_prompt_tokens": num_prompt_tokens,
+        "seed": job.seed,
+        "num_prompt_tokens": len(job.prompt_ids),
         **snapshot.to_json(),
         "stop_reason": stop_reason,
     }
 
 
-def _place(request: WriteRequest) -> str:
-    return "stdout" if request.output is None else str(request.output)
-
-
-def _reporter(request: WriteRequest) -> Reporter:
+def reporter_for(output: Path | None, quiet: bool) -> Reporter:
+    """The display of a run, for the streams this process has."""
     from swiftgen.panel import make_reporter
 
-    return make_reporter(_display(request))
+    return make_reporter(_display(output, quiet))
 
 
-def _display(request: WriteRequest) -> Display:
+def _display(output: Path | None, quiet: bool) -> Display:
     """The panel needs a terminal of its own: where the text runs over it, only the summary is shown."""
-    if request.quiet:
+    if quiet:
         return "quiet"
-    if request.output is None and sys.stdout.isatty():
+    if output is None and sys.stdout.isatty():
         return "summary"
     is_capable = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     return "panel" if is_capable else "lines"

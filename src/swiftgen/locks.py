@@ -1,0 +1,40 @@
+"""One writer for a run folder: a lock that the system frees when its owner ends, however it ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import filelock
+
+from swiftgen.errors import SwiftgenError
+
+LOCK_NAME = ".lock"
+
+
+def lock_run(folder: Path, path: Path) -> filelock.BaseFileLock:
+    """Makes this process the only writer of a run folder, until it releases the lock or ends.
+
+    The file stays; what counts is the lock of the system on it, which a dead process does not hold.
+
+    Args:
+        folder: the run folder, or the place where it is prepared.
+        path: its text file, for the message.
+
+    Raises:
+        SwiftgenError: another process is writing it.
+        OSError: the folder is not writable.
+    """
+    lock = filelock.FileLock(folder / LOCK_NAME)
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout as error:
+        raise SwiftgenError(
+            f"{path} is being written by another swiftgen", "wait for it, or end that one first"
+        ) from error
+    return lock
+
+
+def check_unlocked(folder: Path, path: Path) -> None:
+    """Raises SwiftgenError if another process is writing the run; leaves no trace."""
+    if (folder / LOCK_NAME).exists():
+        lock_run(folder, path).release()
