@@ -53,8 +53,8 @@ def main(args: Sequence[str] | None = None) -> int:
         # Python flushes stdout on its way out, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_READER_GONE
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as interrupt:
+        return int(getattr(interrupt, "exit_code", 130))
     except Exception as error:
         # A usage error. Its class has moved between click and typer's own copy; its shape has not.
         if not hasattr(error, "format_message"):
@@ -146,6 +146,14 @@ def write(
             rich_help_panel=_LENGTH,
         ),
     ] = False,
+    on_loop: Annotated[
+        str,
+        typer.Option(
+            metavar="WHAT",
+            help="When the text goes round in a circle: warn, stop (the run; all is kept) or ignore it.",
+            rich_help_panel=_LENGTH,
+        ),
+    ] = "warn",
     preset: Annotated[
         str | None,
         typer.Option(
@@ -236,8 +244,47 @@ def write(
             force=force,
             quiet=quiet,
             json=json,
+            on_loop=on_loop,
         )
     )
+
+
+@app.command()
+def resume(
+    document: Annotated[Path, typer.Argument(metavar="FILE", help="A text file written by `write -o`.")],
+    *,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--tokens",
+            "-n",
+            metavar="M",
+            help="Length of the whole text. Default: as planned.",
+            show_default=False,
+        ),
+    ] = None,
+    anyway: Annotated[
+        bool,
+        typer.Option("--anyway", help="Go on though the model or its arithmetic is another; it is recorded."),
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show nothing but errors.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="End with one line of JSON on stdout.")] = False,
+) -> int:
+    """Go on with a document that was stopped, killed or is to be longer.
+
+    The text is that of a run that was never stopped, byte for byte. All settings are
+    those of the run, from its folder.
+
+    [bold]Examples[/bold]
+
+      swiftgen resume book.txt
+
+      swiftgen resume book.txt --tokens 50000
+    """
+    from swiftgen.resume import ResumeRequest
+    from swiftgen.resume import resume as resume_document
+
+    return resume_document(ResumeRequest(document, tokens, anyway, quiet, json))
 
 
 @app.command()
@@ -263,6 +310,156 @@ def verify(
     from swiftgen.verify import verify as verify_document
 
     return verify_document(VerifyRequest(document, quiet, json))
+
+
+@app.command()
+def doctor(
+    *,
+    preset: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="What is to be written with. Default: smollm2-135m."),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Any setting of the preset. Can be repeated."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="What was found as one line of JSON.")] = False,
+    no_load: Annotated[
+        bool, typer.Option("--no-load", help="Do not load the weights if the exactness check asks for it.")
+    ] = False,
+) -> int:
+    """Show what this machine has, what a preset needs, and what to do about the rest.
+
+    Nothing is fetched. Ends with 0 if the preset can be written with here, with 1 if
+    something that it needs is missing.
+
+    [bold]Examples[/bold]
+
+      swiftgen doctor
+
+      swiftgen doctor --preset llama31-8b --set model.dtype=bfloat16 --no-load
+
+      swiftgen doctor --json | jq .needs.longest_text
+    """
+    from swiftgen.doctor import DoctorRequest
+    from swiftgen.doctor import doctor as examine
+
+    return examine(DoctorRequest(preset, overrides_of(settings or [], {}), json, not no_load))
+
+
+@app.command()
+def compare(
+    *,
+    baseline: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--baseline",
+            "-b",
+            metavar="NAME",
+            help="ar (plain decoding, the default), paper, medusa, triforce, hf, hf-lookup, llama.cpp or "
+            "vllm. Can be repeated; speed-ups are against the first.",
+        ),
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=V1,V2,...",
+            help="Compare values of a setting instead: any of the preset, or budget, temperature, "
+            "cache (full, partial, dynamic) or prompt (tokens). Can be repeated.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        int,
+        typer.Option("--tokens", "-n", metavar="N", help="Length of every text.", rich_help_panel=_LENGTH),
+    ] = 1000,
+    seeds: Annotated[
+        str, typer.Option(metavar="N,N,...", help="One run for each.", rich_help_panel=_LENGTH)
+    ] = "1,2,3",
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="DIR",
+            help="Write report.html, compare.json, compare.csv and the plots there.",
+            rich_help_panel=_LENGTH,
+        ),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a report in DIR.", rich_help_panel=_LENGTH)
+    ] = False,
+    prompt: Annotated[
+        str | None,
+        typer.Option("--prompt", "-p", metavar="TEXT", help="The prompt.", rich_help_panel=_PROMPT),
+    ] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Read the prompt from a UTF-8 file.", rich_help_panel=_PROMPT),
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--raw",
+            help="Answer the prompt as a chat, or continue it as it is. Default: as the preset says.",
+            rich_help_panel=_PROMPT,
+        ),
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="Model and settings; `swiftgen presets` lists them. Default: smollm2-135m.",
+            rich_help_panel=_DRAFT,
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Any setting of the preset. Can be repeated.",
+            rich_help_panel=_DRAFT,
+        ),
+    ] = None,
+    quiet: Annotated[
+        bool,
+        typer.Option("--quiet", "-q", help="Show no progress, only the tables.", rich_help_panel=_DISPLAY),
+    ] = False,
+    json: Annotated[
+        bool,
+        typer.Option("--json", help="Figures as one line of JSON, no tables.", rich_help_panel=_DISPLAY),
+    ] = False,
+) -> int:
+    """Write the same document in several ways, and compare speed and text.
+
+    All get the same prompt, sampler and length. Every way is run once with every seed, in
+    turns; figures are medians.
+
+    [bold]Examples[/bold]
+
+      swiftgen compare --baseline ar --baseline hf --tokens 1500 -o report
+
+      swiftgen compare --set draft=paper --sweep tree=[1,1,1,1],[1,3,3,3] -o trees
+    """
+    from swiftgen.compare.command import CompareRequest
+    from swiftgen.compare.command import compare as compare_ways
+
+    return compare_ways(
+        CompareRequest(
+            preset=preset,
+            overrides=overrides_of(settings or [], {"chat": chat}),
+            baselines=baseline or [],
+            sweeps=sweep or [],
+            prompt=prompt,
+            prompt_file=prompt_file,
+            num_tokens=tokens,
+            seeds=seeds,
+            output=output,
+            force=force,
+            quiet=quiet,
+            json=json,
+        )
+    )
 
 
 @app.command()

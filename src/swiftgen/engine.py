@@ -7,6 +7,7 @@ for event in engine.stream("Write a story about the sea.", num_tokens=200, seed=
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -86,6 +87,8 @@ class Engine:
         opened: its model without the weights.
         tokenizer: the model's tokenizer.
         eos_token_ids: every token that ends a text.
+        stretch_to: positions to reach at least, with long_context=yarn: a run that is continued keeps the
+            stretch it began with.
     """
 
     def __init__(self, preset: Preset) -> None:
@@ -93,6 +96,7 @@ class Engine:
         self.opened = open_model(preset)
         self.tokenizer = self.opened.tokenizer
         self.eos_token_ids = self.opened.eos_token_ids
+        self.stretch_to = 0
         self._ready: _Ready | None = None
 
     @property
@@ -147,7 +151,7 @@ class Engine:
         preset, opened = self.preset, self.opened
         total = prompt_tokens + num_tokens
         check_length(prompt_tokens, num_tokens, opened.max_positions, preset.long_context)
-        stretch_to = total if preset.long_context == "yarn" else None
+        stretch_to = max(total, self.stretch_to) if preset.long_context == "yarn" else None
         config = opened.config if stretch_to is None else yarn_config(opened.config, stretch_to)
         # A model stretched for another length would write another text.
         is_loaded = self._ready and self._ready.loaded.max_positions == config.max_position_embeddings
@@ -182,6 +186,7 @@ class Engine:
         num_tokens: int,
         seed: int = 0,
         on_prefill: PrefillCallback | None = None,
+        written: Sequence[int] = (),
     ) -> Iterator[StepEvent]:
         """Write exactly `num_tokens` tokens (fewer if the preset stops at EOS), step by step.
 
@@ -191,16 +196,19 @@ class Engine:
             prompt: text, or token ids from `encode`.
             num_tokens: tokens to write, 1 or more.
             seed: of the sampling noise.
-            on_prefill: called with (done, total) prompt tokens.
+            on_prefill: called with (done, total) tokens, of the prompt and of what is written.
+            written: the first of the tokens, from a run that was stopped; the events begin after them.
 
         Raises:
             SwiftgenError: see `encode` and `prepare`.
         """
-        if num_tokens < 1:
-            raise SwiftgenError(f"cannot write {num_tokens} tokens", "ask for 1 or more with --tokens")
+        if num_tokens <= len(written):
+            raise SwiftgenError(
+                f"cannot write {num_tokens - len(written)} tokens", "ask for 1 or more with --tokens"
+            )
         prompt_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self.prepare(len(prompt_ids), num_tokens)
-        return self._decode(prompt_ids, num_tokens, seed, on_prefill)
+        return self._decode(prompt_ids, num_tokens, seed, on_prefill, list(written))
 
     def replay(self, token_ids: Sequence[int], num_prompt_tokens: int, seed: int) -> Iterator[int | Mismatch]:
         """Compare a text, prompt first, with what `stream` writes after its prompt; call `prepare` first.
@@ -211,6 +219,17 @@ class Engine:
         cache = FullCache(target.cache_shape, len(token_ids) + BLOCK_TOKENS + target.max_rows)
         return replay(target, self.sampler(seed), cache, token_ids, num_prompt_tokens)
 
+    def under(self, preset: Preset) -> Engine:
+        """The same model in memory under other settings; call `prepare` first.
+
+        Args:
+            preset: Of this model, with this engine's heads or none.
+        """
+        other = copy.copy(self)
+        other.preset = preset
+        other.__dict__.pop("suppressed_ids", None)  # those of the settings before
+        return other
+
     def sampler(self, seed: int) -> Sampler:
         """The preset's sampler.
 
@@ -218,15 +237,20 @@ class Engine:
             SwiftgenError: if the preset suppresses tokens the model does not have.
         """
         preset = self.preset
-        return Sampler(preset.sampler, seed, preset.W, preset.theta, self._suppressed_ids)
+        return Sampler(preset.sampler, seed, preset.W, preset.theta, self.suppressed_ids)
 
     def _decode(
-        self, prompt_ids: list[int], num_tokens: int, seed: int, on_prefill: PrefillCallback | None
+        self,
+        prompt_ids: list[int],
+        num_tokens: int,
+        seed: int,
+        on_prefill: PrefillCallback | None,
+        written: list[int],
     ) -> Iterator[StepEvent]:
         preset, target = self.preset, self._prepared.target
         sampler = self.sampler(seed)
         cache = FullCache(target.cache_shape, len(prompt_ids) + num_tokens + self._max_tree_rows())
-        total = len(prompt_ids) - 1
+        total = len(prompt_ids) + len(written) - 1
         events = decode(
             target,
             self._planner(sampler, seed, cache.capacity),
@@ -236,17 +260,20 @@ class Engine:
             num_tokens,
             stop_token_ids=self.eos_token_ids if preset.eos == "stop" else (),
             on_prefill=(lambda done: on_prefill(done, total)) if on_prefill else None,
+            written=written,
         )
-        text = TextStream(self.tokenizer)
+        stream = TextStream(self.tokenizer)
+        stream.push(written)
         for event in events:
-            written = text.push(event.token_ids)
+            text = stream.push(event.token_ids)
             if event.stop_reason:
-                written += text.finish()
-            yield replace(event, text=written)
+                text += stream.finish()
+            yield replace(event, text=text)
 
     def _planner(self, sampler: Sampler, seed: int, capacity: int) -> Planner:
         """The preset's way to draft: none, paper, heads, ngram, self, or whatever is fastest."""
-        preset, target, heads = self.preset, self._prepared.target, self._prepared.heads
+        preset, target = self.preset, self._prepared.target
+        heads = self._prepared.heads if preset.heads else None
         mode = preset.draft
         beam, floor = (None, 0.0) if mode == "paper" else (BEAM, FLOOR)
         shape = preset.tree if mode == "paper" else (WIDTHS[0], *WIDTHS)
@@ -288,7 +315,7 @@ class Engine:
         return 1 + by_heads + by_ngrams + max(BLOCK_TOKENS, self._prepared.target.max_rows)
 
     @cached_property
-    def _suppressed_ids(self) -> set[int]:
+    def suppressed_ids(self) -> set[int]:
         """Tokens that are never written: the preset's, special ones, and ids without a token."""
         vocab_size = self.opened.config.vocab_size
         if wrong := [i for i in self.preset.suppress if i >= vocab_size]:

@@ -158,12 +158,12 @@ def load_preset(name_or_path: str | Path | None = None, overrides: Mapping[str, 
     path = find_preset(DEFAULT_PRESET if name_or_path is None else name_or_path, known)
     entries = read_chain(path, known)
     for key, entry in entries.items():
-        _check_key(key, entry.where)
+        check_setting(key, entry.where)
     if "heads" in entries:
         entries["heads"] = _beside_the_preset(entries["heads"])
     _validate(entries)  # on its own first, so that a mistake in the file is reported with its line
     for key, value in (overrides or {}).items():
-        _check_key(key, where="")
+        check_setting(key)
         entries[key] = Entry(list(value) if isinstance(value, tuple) else value, "")
     return _validate(entries)
 
@@ -181,7 +181,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     key = key.strip()
     if not equals or not key:
         raise SwiftgenError(f"--set {text!r} is not key=value", "Example: --set sampler.min_p=0.1")
-    _check_key(key, where="")
+    check_setting(key)
     annotation = _fields()[key].annotation
     if annotation is str:
         return key, raw
@@ -236,7 +236,12 @@ def _walk_fields(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, Any
             yield prefix + name, field
 
 
-def _check_key(key: str, where: str) -> None:
+def check_setting(key: str, where: str = "") -> None:
+    """Raise SwiftgenError unless there is a setting of this dotted name.
+
+    Args:
+        where: Place of the mistake, for the message.
+    """
     if key in _fields():
         return
     members = [name for name in _fields() if name.startswith(f"{key}.")]

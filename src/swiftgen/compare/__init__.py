@@ -1,0 +1,1 @@
+"""Comparing ways to write the same document: contenders, measurement, results, report."""

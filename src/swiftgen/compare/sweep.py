@@ -1,0 +1,116 @@
+"""Sweeps: the same document under several values of one setting, each measured against plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from swiftgen.errors import SwiftgenError
+from swiftgen.preset_files import parse_scalar
+from swiftgen.presets import check_setting
+
+PROMPT = "prompt"
+_NAMES = {"budget": "kv_budget", "temperature": "sampler.temperature"}
+_CACHES: dict[str, Mapping[str, Any]] = {
+    "full": {"kv_budget": 1 << 30},
+    "partial": {"refresh": "recent"},
+    "dynamic": {"refresh": "importance"},
+}
+_OF_DRAFTING = {
+    **dict.fromkeys(("k", "tree", "ngram"), ("paper",)),
+    **dict.fromkeys(("kv_budget", "sink", "refresh"), ("paper", "self", "auto")),
+    "draft": (),
+    "heads": (),
+}
+"""Settings that change the speed but never the text, and the ways to draft that read them (none: all)."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One value of a sweep.
+
+    Args:
+        label: How it was given.
+        overrides: What it sets.
+        prompt_tokens: Length to cut the prompt to; None leaves it.
+    """
+
+    label: str
+    overrides: Mapping[str, Any]
+    prompt_tokens: int | None = None
+
+    @property
+    def changes_text(self) -> bool:
+        """Whether plain decoding writes another text under it."""
+        return self.prompt_tokens is not None or not self.overrides.keys() <= _OF_DRAFTING.keys()
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A setting, as it was called, and its values."""
+
+    name: str
+    points: tuple[Point, ...]
+
+
+def parse_sweep(text: str, draft: str) -> Sweep:
+    """Read `name=value,value,...`; values are YAML, so lists are possible.
+
+    Args:
+        draft: The preset's way to draft.
+
+    Raises:
+        SwiftgenError: no such setting, no value, or one that this way to draft does not read.
+    """
+    name, equals, raw = text.partition("=")
+    name = name.strip()
+    try:
+        values = parse_scalar(f"[{raw}]") if equals else None
+    except (yaml.YAMLError, ValueError) as error:
+        raise SwiftgenError(f"--sweep {text!r}: the values are not valid YAML") from error
+    if not name or not isinstance(values, list) or not values:
+        raise SwiftgenError(
+            f"--sweep {text!r} is not name=value,value,...", "Example: --sweep tree=[1,3,3,3],[1,9,9,9]"
+        )
+    point_of = _point_reader(name)
+    points = tuple(point_of(value) for value in values)
+    for point in points:
+        for key in point.overrides:
+            readers = _OF_DRAFTING.get(key, ())
+            if readers and draft not in readers:
+                raise SwiftgenError(
+                    f"--sweep {name}: with draft={draft} {key} has no effect",
+                    f"add --set draft={readers[0]}",
+                )
+    if len({point.label for point in points}) < len(points):
+        raise SwiftgenError(f"--sweep {text!r} names a value twice")
+    return Sweep(name, points)
+
+
+def _point_reader(name: str) -> Callable[[Any], Point]:
+    if name == "cache":
+        return _cache_point
+    if name == PROMPT:
+        return _prompt_point
+    key = _NAMES.get(name, name)
+    check_setting(key)
+    return lambda value: Point(f"{name}={_label(value)}", {key: value})
+
+
+def _cache_point(value: Any) -> Point:
+    if value not in _CACHES:
+        raise SwiftgenError(f"--sweep cache={value}: allowed are {', '.join(_CACHES)}")
+    return Point(f"cache={value}", _CACHES[value])
+
+
+def _prompt_point(value: Any) -> Point:
+    if not isinstance(value, int) or value < 1:
+        raise SwiftgenError(f"--sweep prompt={value}: allowed are whole numbers of tokens, 1 or more")
+    return Point(f"prompt={value}", {}, value)
+
+
+def _label(value: Any) -> str:
+    return str(value).replace(" ", "")
