@@ -137,7 +137,7 @@ def main() -> None:
     for row in rows:
         table.add_row(*map(str, row.values()))
     Console(width=140).print(table)
-    limit = read_gb_per_s() * 1e9 / engine.opened.weights_bytes
+    limit = read_gb_per_s() * 1e9 / (engine.opened.quantised_bytes or engine.opened.weights_bytes)
     print(f"memory bandwidth allows {limit:.1f} tokens/s, if each token reads the weights once")
     machine = {
         "torch": torch.__version__,

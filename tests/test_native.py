@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from swiftgen.cache import CacheShape, FullCache, PartialCache
+from swiftgen.native import Heads as NativeHeads
 from swiftgen.native import NativePass, kernels_for
 from swiftgen.tree import DraftTree
 from tiny import random_tree, shuffled
@@ -107,7 +108,9 @@ def attend(
     half = heads.head_dim // 2
     signed_sin = torch.cat([-sin[:, :half], sin[:, half:]], dim=1)
     rotary = cos.unsqueeze(1).contiguous(), signed_sin.unsqueeze(1).contiguous()
-    out = native.attend(LAYER, rows.unsqueeze(0).contiguous(), rotary, heads.scaling, heads.norms())
+    out = native.attend(
+        LAYER, rows.unsqueeze(0).contiguous(), rotary, NativeHeads(heads.scaling, heads.norms())
+    )
     assert out.shape == (1, num_rows, heads.num_heads * heads.head_dim)
     assert out.dtype == heads.dtype
     queries = native.stacked_queries()

@@ -218,15 +218,19 @@ def test_what_the_code_depends_on_names_the_build(
     with monkeypatch.context() as patch:
         patch.setattr(native, "_processor", lambda: "another processor")
         builds.append(_build_name())
-    with monkeypatch.context() as patch:
-        source = native.resources.files("swiftgen").joinpath("kernels.cpp").read_text(encoding="utf-8")
-        (tmp_path / "kernels.cpp").write_text(source + "// changed\n", encoding="utf-8")
-        patch.setattr(native, "resources", SimpleNamespace(files=lambda _: tmp_path))
-        builds.append(_build_name())
+    folder = native.resources.files("swiftgen")
+    for changed in native._SOURCES:
+        with monkeypatch.context() as patch:
+            for name in native._SOURCES:
+                source = folder.joinpath(name).read_text(encoding="utf-8")
+                source += "// changed\n" if name == changed else ""
+                (tmp_path / name).write_text(source, encoding="utf-8")
+            patch.setattr(native, "resources", SimpleNamespace(files=lambda _: tmp_path))
+            builds.append(_build_name())
     compiler(COPY, version='echo "fake 2.0"')
     builds.append(_build_name())
 
-    assert len(set(builds)) == 5
+    assert len(set(builds)) == 4 + len(native._SOURCES)
     assert built(cache) == sorted(f"{build}.so" for build in builds)
 
 

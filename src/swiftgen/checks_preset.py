@@ -124,13 +124,19 @@ class PresetChecks:
     def _weights(self) -> Finding | None:
         if not self._opened:
             return None
-        num_bytes, dtype = self._opened.weights_bytes, _name(self._opened.dtype)
-        return Finding(f"{size(num_bytes)} in {dtype}", figures={"bytes": num_bytes})
+        opened = self._opened
+        text = f"{size(opened.weights_bytes)} in {_name(opened.dtype)}"
+        if opened.quantised_bytes:
+            text += f", {size(opened.quantised_bytes)} in few bits"
+        figures = {"bytes": opened.weights_bytes, "quantised_bytes": opened.quantised_bytes}
+        return Finding(text, figures=figures)
 
     def _kv_cache(self) -> Finding | None:
         if not (opened := self._opened):
             return None
-        estimate = estimate_memory(opened.config, opened.weights_bytes, KV_TOKENS, opened.dtype)
+        estimate = estimate_memory(
+            opened.config, opened.weights_bytes + opened.quantised_bytes, KV_TOKENS, opened.dtype
+        )
         self._estimate = estimate
         figures = {"bytes": estimate.kv_bytes, "num_tokens": KV_TOKENS}
         return Finding(f"{size(estimate.kv_bytes)} for {count(KV_TOKENS)} tokens", figures=figures)
@@ -173,7 +179,9 @@ class PresetChecks:
         if not (opened := self._opened):
             return None
         wanted = self._preset.model.attention
-        self._arithmetic = arithmetic_of(opened.config, opened.dtype, opened.device, wanted)
+        self._arithmetic = arithmetic_of(
+            opened.config, opened.dtype, opened.device, wanted, bool(opened.quantised_bytes)
+        )
         name = str(self._arithmetic["attention"])
         return Finding(f"{name} (model.attention is {wanted})", figures={"name": name})
 
@@ -232,7 +240,9 @@ class PresetChecks:
         if not opened or not estimate or not gb_per_s or not late_tokens:
             return None
         config, read_bytes = opened.config, opened.weights_bytes
-        if not config.tie_word_embeddings:
+        if self._arithmetic and "quantised" in str(self._arithmetic["linears"]):
+            read_bytes = opened.quantised_bytes
+        elif not config.tie_word_embeddings:
             read_bytes -= config.vocab_size * config.hidden_size * opened.dtype.itemsize
         kv_bytes = estimate.kv_bytes * late_tokens // KV_TOKENS
         per_s, per_s_late = (gb_per_s * 1e9 / each for each in (read_bytes, read_bytes + kv_bytes))

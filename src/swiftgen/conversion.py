@@ -16,10 +16,11 @@ from rich.console import Console
 from swiftgen.architectures import check_supported, model_class
 from swiftgen.errors import SwiftgenError
 from swiftgen.model_store import building, cache_folder, need_space
+from swiftgen.quantised import save_quantised
 from swiftgen.sources import ResolvedSource
 
 # Part of the name of a converted copy: raise it when the conversion changes.
-_CONVERSION = 1
+_CONVERSION = 2
 
 
 def converted_copy(resolved: ResolvedSource, dtype: torch.dtype) -> Path:
@@ -95,3 +96,4 @@ def _convert(gguf: Path, dtype: torch.dtype, target: Path) -> None:
     with quiet_transformers():
         model.save_pretrained(target)
         tokenizer.save_pretrained(target)
+    save_quantised(gguf, model, config, target)

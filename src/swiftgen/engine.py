@@ -155,7 +155,7 @@ class Engine:
         config = opened.config if stretch_to is None else yarn_config(opened.config, stretch_to)
         # A model stretched for another length would write another text.
         is_loaded = self._ready and self._ready.loaded.max_positions == config.max_position_embeddings
-        weights_bytes = 0 if is_loaded else opened.weights_bytes
+        weights_bytes = 0 if is_loaded else opened.weights_bytes + opened.quantised_bytes
         check_memory(estimate_memory(config, weights_bytes, total, opened.dtype), opened.device)
         if is_loaded:
             return

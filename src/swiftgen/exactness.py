@@ -27,6 +27,7 @@ from swiftgen import __version__
 from swiftgen.architectures import head_dim, model_class
 from swiftgen.cache import BLOCK_TOKENS, FullCache
 from swiftgen.model_store import cache_folder
+from swiftgen.quantised import attach_zeros
 from swiftgen.storage import write_synced
 from swiftgen.target import Target
 from swiftgen.tree import DraftTree
@@ -101,7 +102,11 @@ def kept_exactness(arithmetic: Mapping[str, object], fingerprint: str) -> Exactn
 
 
 def arithmetic_of(
-    config: PretrainedConfig, dtype: torch.dtype, device: torch.device, attention: str
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    attention: str,
+    is_quantised: bool = False,
 ) -> dict[str, object]:
     """What `Target.arithmetic` of a model will be, without its weights: that of one small layer of its make.
 
@@ -109,6 +114,7 @@ def arithmetic_of(
         config: of the model.
         dtype, device: as it is loaded.
         attention: the preset's `model.attention`.
+        is_quantised: whether all its weights are there in few bits.
 
     Raises:
         SwiftgenError: if the attention asked for cannot run here.
@@ -121,6 +127,8 @@ def arithmetic_of(
     if getattr(small, "layer_types", None):
         small.layer_types = small.layer_types[:1]
     model = model_class(small)(small).to(device=device, dtype=dtype)
+    if is_quantised:
+        attach_zeros(model)
     return Target(model.eval().requires_grad_(False), attention).arithmetic
 
 

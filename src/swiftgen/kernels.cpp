@@ -7,29 +7,7 @@
 // Vectors hold one value of many query rows, keys are read as scalars: keys need no transposing, and sums over
 // keys run in the order of the text.
 
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <limits>
-#include <vector>
-
-#if defined(__AVX512F__)
-constexpr int LANES = 16, REGISTERS = 24;
-#elif defined(__AVX2__)
-constexpr int LANES = 8, REGISTERS = 12;
-#else
-constexpr int LANES = 4, REGISTERS = 12;
-#endif
-
-typedef float vec __attribute__((vector_size(4 * LANES)));
-typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
-typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
-typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
-
-struct bf16 {
-    uint16_t bits;
-};
+#include "kernels.h"
 
 namespace {
 
@@ -38,60 +16,8 @@ constexpr int SPAN_UNIT = 128;  // a prefix is cut into at most MAX_SPANS spans 
 constexpr int MAX_SPANS = 8;
 constexpr int PANEL = 4;        // vectors of query rows that are computed together
 constexpr int MAX_HEAD_DIM = 512;
+constexpr int MANY_ROWS = 8;    // from here on, rows are worth more than one thread
 constexpr float NEG_INF = -std::numeric_limits<float>::infinity();
-
-inline vec splat(float x) { return x - vec{}; }
-
-inline vec load(const float* p) {
-    vec v;
-    std::memcpy(&v, p, sizeof v);
-    return v;
-}
-inline vec load(const bf16* p) {
-    hvec h;
-    std::memcpy(&h, p, sizeof h);
-    return (vec)(__builtin_convertvector(h, uvec) << 16);
-}
-inline void store(float* p, vec v) { std::memcpy(p, &v, sizeof v); }
-inline void store(bf16* p, vec v) {  // rounds to nearest even
-    const uvec bits = (uvec)v;
-    const hvec h = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, hvec);
-    std::memcpy(p, &h, sizeof h);
-}
-
-inline float to_float(float x) { return x; }
-inline float to_float(bf16 x) {
-    uint32_t bits = uint32_t(x.bits) << 16;
-    float f;
-    std::memcpy(&f, &bits, 4);
-    return f;
-}
-inline void put(float* p, float x) { *p = x; }
-inline void put(bf16* p, float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    p->bits = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-// The first n numbers of a vector: a row need not be a multiple of LANES wide.
-template <class T>
-inline vec load_part(const T* p, int n) {
-    T padded[LANES] = {};
-    std::memcpy(padded, p, n * sizeof(T));
-    return load(padded);
-}
-template <class T>
-inline void store_part(T* p, vec v, int n) {
-    T padded[LANES];
-    store(padded, v);
-    std::memcpy(p, padded, n * sizeof(T));
-}
-template <class T>
-inline vec load_upto(const T* p, int n) { return n >= LANES ? load(p) : load_part(p, n); }
-template <class T>
-inline void store_upto(T* p, vec v, int n) { n >= LANES ? store(p, v) : store_part(p, v, n); }
-
-inline vec max(vec a, vec b) { return a > b ? a : b; }
 
 // e^x for x <= 88; 0 below -87 (float32 has no normal numbers there). Error below 2 units in the last place.
 inline vec exp(vec x) {
@@ -109,12 +35,6 @@ inline vec exp(vec x) {
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
     return x < -87.0f ? vec{} : (vec)((ivec)p + exponent);
-}
-
-inline float sum(vec v) {
-    float total = 0;
-    for (int i = 0; i < LANES; ++i) total += v[i];
-    return total;
 }
 
 // c[m][n] = (ADD ? c[m][n] : 0) + sum over k of a[m * a_m + k * a_k] * b[k * b_k + n], k ascending, for M values of
@@ -157,12 +77,6 @@ void product(int vectors, const float* a, int a_stride, const float* b, long b_k
         case 3: return product<3, ADD, TRANSPOSED, STRIDE>(a, a_stride, b, b_k, c, c_m, num, depth);
         default: return product<4, ADD, TRANSPOSED, STRIDE>(a, a_stride, b, b_k, c, c_m, num, depth);
     }
-}
-
-inline const float* as_floats(const float* p, int, float*) { return p; }
-inline const float* as_floats(const bf16* p, int count, float* scratch) {
-    for (int i = 0; i < count; i += LANES) store_upto(scratch + i, load_upto(p + i, count - i), count - i);
-    return scratch;
 }
 
 // A partial result of attention: per query row the largest score, the sum of weights and of weighted values.
@@ -229,24 +143,6 @@ void add_keys(const T* keys, const T* values, int count, int block, const float*
 
 extern "C" {
 
-// One pass over `num_rows` rows; strides are in elements. The last `num_rows` keys of the tail are the pass's own.
-struct Pass {
-    int32_t is_bf16, num_threads, num_rows, num_heads, num_kv_heads, head_dim, num_prefix, num_tail;
-    int64_t prefix_stride, tail_stride;  // from one KV head to the next
-    float scaling, norm_eps;
-    const float *cos, *signed_sin;  // [num_rows][head_dim]
-    const float* bias;              // [num_tail][padded rows]: 0 where a row sees a key, -inf elsewhere
-    float* workspace;
-};
-
-struct Layer {
-    void *prefix_keys, *prefix_values, *tail_keys, *tail_values;
-    const void *q_norm, *k_norm;  // weights of RMSNorms over a head, or null
-    const void* qkv;              // [num_rows][heads + 2 kv heads][head_dim]
-    void* queries;                // out: [kv heads][group][num_rows][head_dim], after RoPE
-    void* attended;               // out: [num_rows][heads][head_dim]
-};
-
 int swiftgen_padded_rows(int rows) { return (rows + LANES - 1) / LANES * LANES; }
 
 // Keys of a span of the prefix; depends on nothing but its length.
@@ -268,14 +164,15 @@ namespace {
 
 // One head of one row: RMSNorm if there is a weight, then RoPE in float32.
 template <class T>
-inline void rotated(const T* head, const T* norm, const Pass& p, int row, float* out) {
+inline void rotated(const T* head, const void* norm_weight, float eps, const Pass& p, int row, float* out) {
+    const T* norm = (const T*)norm_weight;
     const int d = p.head_dim, half = d / 2;
     float scaled[MAX_HEAD_DIM];
     float factor = 1.0f;
     if (norm) {
         float squares = 0;
         for (int i = 0; i < d; ++i) squares += to_float(head[i]) * to_float(head[i]);
-        factor = 1.0f / std::sqrt(squares / d + p.norm_eps);
+        factor = 1.0f / std::sqrt(squares / d + eps);
     }
     for (int i = 0; i < d; ++i) scaled[i] = norm ? to_float(head[i]) * factor * to_float(norm[i]) : to_float(head[i]);
     const float *cos = p.cos + (long)row * d, *sin = p.signed_sin + (long)row * d;
@@ -286,7 +183,7 @@ inline void rotated(const T* head, const T* norm, const Pass& p, int row, float*
 }
 
 template <class T, int HEAD_DIM>
-void attend(const Pass& p, const Layer& l) {
+void attend(const Pass& p, const Heads& heads, int layer, const T* qkv, T* attended) {
     const int d = p.head_dim, kv = p.num_kv_heads, group = p.num_heads / kv, t = p.num_rows;
     const int rows = swiftgen_padded_rows(group * t), spans = num_spans(p.num_prefix), parts = spans + 1;
     const int span = span_of(p.num_prefix);
@@ -297,7 +194,8 @@ void attend(const Pass& p, const Layer& l) {
         float* base = queries_of(h) + (long)rows * d + i * part_floats;
         return Part{base, base + rows, base + 2 * rows};
     };
-    auto tail = [&](const void* tensor, int h) { return (T*)tensor + h * p.tail_stride; };
+    auto tail = [&](void* tensor, int h) { return (T*)tensor + layer * p.tail_layer_stride + h * p.tail_stride; };
+    T* queries = (T*)p.queries + (long)layer * p.num_heads * t * d;
 
 #pragma omp parallel num_threads(p.num_threads)
     {
@@ -307,18 +205,18 @@ void attend(const Pass& p, const Layer& l) {
             std::memset(q, 0, sizeof(float) * rows * d);
             float out[MAX_HEAD_DIM];
             for (int row = 0; row < t; ++row) {
-                const T* in = (const T*)l.qkv + row * qkv_stride;
+                const T* in = qkv + row * qkv_stride;
                 for (int g = 0; g < group; ++g) {
-                    rotated(in + (h * group + g) * d, (const T*)l.q_norm, p, row, out);
-                    T* kept = (T*)l.queries + ((long)(h * group + g) * t + row) * d;
+                    rotated(in + (h * group + g) * d, heads.q_norm, heads.norm_eps, p, row, out);
+                    T* kept = queries + ((long)(h * group + g) * t + row) * d;
                     for (int i = 0; i < d; ++i) {
                         put(kept + i, out[i]);
-                        q[(long)i * rows + g * t + row] = to_float(kept[i]) * p.scaling;
+                        q[(long)i * rows + g * t + row] = to_float(kept[i]) * heads.scaling;
                     }
                 }
                 const long slot = (long)(p.num_tail - t + row) * d;
-                rotated(in + (p.num_heads + h) * d, (const T*)l.k_norm, p, row, out);
-                T *key = tail(l.tail_keys, h) + slot, *value = tail(l.tail_values, h) + slot;
+                rotated(in + (p.num_heads + h) * d, heads.k_norm, heads.norm_eps, p, row, out);
+                T *key = tail(p.tail_keys, h) + slot, *value = tail(p.tail_values, h) + slot;
                 for (int i = 0; i < d; ++i) put(key + i, out[i]);
                 std::memcpy(value, in + (p.num_heads + kv + h) * d, sizeof(T) * d);
             }
@@ -331,11 +229,11 @@ void attend(const Pass& p, const Layer& l) {
             std::memset(part.weight, 0, sizeof(float) * rows * (d + 1));
             if (i == spans) {
                 // In one block: where a row's ancestors lie among the drafts must not matter.
-                add_keys<HEAD_DIM>(tail(l.tail_keys, h), tail(l.tail_values, h), p.num_tail, p.num_tail,
+                add_keys<HEAD_DIM>(tail(p.tail_keys, h), tail(p.tail_values, h), p.num_tail, p.num_tail,
                                    queries_of(h), p.bias, rows, d, part);
             } else {
-                const long begin = h * p.prefix_stride + (long)i * span * d;
-                add_keys<HEAD_DIM>((const T*)l.prefix_keys + begin, (const T*)l.prefix_values + begin,
+                const long begin = layer * p.prefix_layer_stride + h * p.prefix_stride + (long)i * span * d;
+                add_keys<HEAD_DIM>((const T*)p.prefix_keys + begin, (const T*)p.prefix_values + begin,
                                    std::min(span, p.num_prefix - i * span), KEY_BLOCK, queries_of(h), nullptr, rows,
                                    d, part);
             }
@@ -357,7 +255,7 @@ void attend(const Pass& p, const Layer& l) {
                     value /= weight;
                     for (int lane = 0; lane < LANES; ++lane) {
                         const int row = first + lane, g = row / t;
-                        T* out = (T*)l.attended + ((long)(row % t) * p.num_heads + h * group + g) * d + j;
+                        T* out = attended + ((long)(row % t) * p.num_heads + h * group + g) * d + j;
                         if (g < group) put(out, value[lane]);  // else padding
                     }
                 }
@@ -367,44 +265,50 @@ void attend(const Pass& p, const Layer& l) {
 }
 
 template <class T>
-void attend(const Pass& p, const Layer& l) {
+void attend(const Pass& p, const Heads& heads, int layer, const T* qkv, T* attended) {
     switch (p.head_dim) {
-        case 64: return attend<T, 64>(p, l);
-        case 128: return attend<T, 128>(p, l);
-        default: return attend<T, 0>(p, l);
+        case 64: return attend<T, 64>(p, heads, layer, qkv, attended);
+        case 128: return attend<T, 128>(p, heads, layer, qkv, attended);
+        default: return attend<T, 0>(p, heads, layer, qkv, attended);
     }
 }
 
 // x becomes x + delta (if there is one); out = RMSNorm(x) * weight.
 template <class T>
 void rms_norm(const T* x, const T* delta, T* total, const T* weight, float eps, T* out, int rows, int width) {
-    for (int row = 0; row < rows; ++row, x += width, out += width) {
+#pragma omp parallel for if (rows >= MANY_ROWS)
+    for (int row = 0; row < rows; ++row) {
+        const long begin = (long)row * width;
         vec squares = {};
         for (int i = 0; i < width; i += LANES) {
-            vec v = load_upto(x + i, width - i);
+            vec v = load_upto(x + begin + i, width - i);
             if (delta) {
-                v += load_upto(delta + (long)row * width + i, width - i);
-                store_upto(total + (long)row * width + i, v, width - i);
-                v = load_upto(total + (long)row * width + i, width - i);  // rounded
+                v += load_upto(delta + begin + i, width - i);
+                store_upto(total + begin + i, v, width - i);
+                v = load_upto(total + begin + i, width - i);  // rounded
             }
             squares += v * v;
         }
-        const T* in = delta ? total + (long)row * width : x;
+        const T* in = (delta ? total : x) + begin;
         const float factor = 1.0f / std::sqrt(sum(squares) / width + eps);
-        for (int i = 0; i < width; i += LANES)
-            store_upto(out + i, load_upto(in + i, width - i) * factor * load_upto(weight + i, width - i), width - i);
+        for (int i = 0; i < width; i += LANES) {
+            const vec scaled = load_upto(in + i, width - i) * factor * load_upto(weight + i, width - i);
+            store_upto(out + begin + i, scaled, width - i);
+        }
     }
 }
 
 template <class T>
 void silu_mul(const T* gate_up, T* out, int rows, int width) {
-    for (int row = 0; row < rows; ++row, gate_up += 2 * width, out += width)
+#pragma omp parallel for if (rows >= MANY_ROWS)
+    for (int row = 0; row < rows; ++row)
         for (int i = 0; i < width; i += LANES) {
-            const vec gate = load_upto(gate_up + i, width - i), up = load_upto(gate_up + width + i, width - i);
+            const T* gates = gate_up + 2l * row * width;
+            const vec gate = load_upto(gates + i, width - i), up = load_upto(gates + width + i, width - i);
             // e^-|x| keeps the exponential in range.
             const vec e = exp(gate < 0.0f ? gate : -gate);
             const vec silu = (gate < 0.0f ? gate * e : gate) / (1.0f + e);
-            store_upto(out + i, silu * up, width - i);
+            store_upto(out + (long)row * width + i, silu * up, width - i);
         }
 }
 
@@ -412,8 +316,9 @@ void silu_mul(const T* gate_up, T* out, int rows, int width) {
 
 extern "C" {
 
-void swiftgen_attend(const Pass* pass, const Layer* layer) {
-    pass->is_bf16 ? attend<bf16>(*pass, *layer) : attend<float>(*pass, *layer);
+void swiftgen_attend(const Pass* pass, const Heads* heads, int layer, const void* qkv, void* attended) {
+    pass->is_bf16 ? attend(*pass, *heads, layer, (const bf16*)qkv, (bf16*)attended)
+                  : attend(*pass, *heads, layer, (const float*)qkv, (float*)attended);
 }
 
 void swiftgen_rms_norm(int is_bf16, const void* x, const void* delta, void* total, const void* weight, float eps,

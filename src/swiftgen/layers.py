@@ -8,7 +8,7 @@ the parts expected here (Llama, Mistral, Qwen2, Qwen3).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from swiftgen.attention import TreePass, attend
-from swiftgen.native import Kernels
+from swiftgen.linear import MakeLinear
+from swiftgen.native import DecoderLayer, Heads, Kernels
+from swiftgen.quantised import QuantisedLinear, QuantisedWeight, attach, quantised_of
 
-MakeLinear = Callable[[nn.Linear], nn.Module]
 _PARTS = {
     "": {"input_layernorm", "post_attention_layernorm", "self_attn", "mlp"},
     "self_attn": {"q_proj", "k_proj", "v_proj", "o_proj"},
@@ -118,9 +119,20 @@ class NativeLayer(FusedLayer):
     ) -> None:
         super().__init__(layer, index, head_dim, make_linear)
         self._kernels = kernels
-        self._head_norms: tuple[Tensor, Tensor, float] | None = None
+        norms = None
         if self.q_norm is not None and self.k_norm is not None:
-            self._head_norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.variance_epsilon
+            norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.variance_epsilon
+        self.heads = Heads(self._scaling, norms)
+
+    @property
+    def linears(self) -> tuple[Any, ...]:
+        """Its matrix products, in the order of computing."""
+        return self.qkv, self.out, self.gate_up, self.down
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether the native kernels do its matrix products too."""
+        return all(isinstance(linear, QuantisedLinear) for linear in self.linears)
 
     def forward(
         self,
@@ -133,11 +145,47 @@ class NativeLayer(FusedLayer):
         """`[1, T, hidden]` -> `[1, T, hidden]`; `tree_pass` is a `NativePass`."""
         kernels, norm, mlp_norm = self._kernels, self.input_norm, self.mlp_norm
         qkv = self.qkv(kernels.rms_norm(hidden_states, norm.weight, norm.variance_epsilon))
-        attended = tree_pass.attend(self._index, qkv, position_embeddings, self._scaling, self._head_norms)
+        attended = tree_pass.attend(self._index, qkv, position_embeddings, self.heads)
         hidden_states, normed = kernels.add_rms_norm(
             hidden_states, self.out(attended), mlp_norm.weight, mlp_norm.variance_epsilon
         )
         return hidden_states + self.down(kernels.silu_mul(self.gate_up(normed)))  # type: ignore[no-any-return]
+
+
+class NativeStack(nn.Module):
+    """All layers of a model in one native call; takes their place as if it were a single layer."""
+
+    def __init__(self, layers: Sequence[NativeLayer]) -> None:
+        super().__init__()
+        self._layers = nn.ModuleList(layers)  # whose tensors the described ones point to
+        self._described = (DecoderLayer * len(layers))(*map(_described, layers))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        tree_pass: Any,
+        **unused: Any,
+    ) -> Tensor:
+        """`[1, T, hidden]` -> `[1, T, hidden]`; `tree_pass` is a `NativePass`."""
+        hidden: Tensor = tree_pass.run_layers(self._described, hidden_states, position_embeddings)
+        return hidden
+
+    @staticmethod
+    def fits(layers: Sequence[nn.Module]) -> bool:
+        """Whether the native call can do everything in these layers."""
+        return all(isinstance(layer, NativeLayer) and layer.is_quantised for layer in layers)
+
+
+def _described(layer: NativeLayer) -> DecoderLayer:
+    norm, mlp_norm = layer.input_norm, layer.mlp_norm
+    return DecoderLayer(
+        (norm.weight, norm.variance_epsilon),
+        (mlp_norm.weight, mlp_norm.variance_epsilon),
+        layer.heads,
+        *(linear.multiplication for linear in layer.linears),
+    )
 
 
 def fuse_layers(base: Any, head_dim: int, make_linear: MakeLinear, kernels: Kernels | None = None) -> bool:
@@ -155,6 +203,8 @@ def fuse_layers(base: Any, head_dim: int, make_linear: MakeLinear, kernels: Kern
     for index, layer in enumerate(base.layers):
         parts = layer, index, head_dim, make_linear
         base.layers[index] = NativeLayer(*parts, kernels) if is_native and kernels else FusedLayer(*parts)
+    if NativeStack.fits(base.layers):
+        base.layers = nn.ModuleList([NativeStack(list(base.layers))])
     base.rotary_emb = SignedRotary(base.rotary_emb, torch.float32 if is_native else None)
     return True
 
@@ -179,9 +229,13 @@ def _normed(norm: Any, x: Tensor) -> Tensor:
 
 def _joined(linears: Sequence[nn.Linear]) -> nn.Linear:
     """One linear layer whose output is theirs side by side."""
-    weight = torch.cat([linear.weight for linear in linears])
-    joined = nn.Linear(weight.shape[1], weight.shape[0], bias=linears[0].bias is not None, device="meta")
-    joined.weight = nn.Parameter(weight, requires_grad=False)
+    shape = linears[0].in_features, sum(linear.out_features for linear in linears)
+    joined = nn.Linear(*shape, bias=linears[0].bias is not None, device="meta")
+    weights = [weight for linear in linears if (weight := quantised_of(linear))]
+    quantised = QuantisedWeight.joined(weights) if len(weights) == len(linears) else None
+    if quantised and QuantisedLinear.fits(quantised):
+        attach(joined, quantised)
+    joined.weight = nn.Parameter(torch.cat([linear.weight for linear in linears]), requires_grad=False)
     if linears[0].bias is not None:
         joined.bias = nn.Parameter(torch.cat([linear.bias for linear in linears]), requires_grad=False)
     return joined

@@ -25,6 +25,7 @@ from swiftgen.devices import free_bytes, resolve_device, resolve_dtype
 from swiftgen.errors import SwiftgenError
 from swiftgen.limits import MemoryEstimate, check_length, check_memory, estimate_memory
 from swiftgen.presets import Preset
+from swiftgen.quantised import attach_quantised, quantised_bytes
 from swiftgen.sources import ResolvedSource, read_header, resolve_source, shards
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class OpenedModel:
     Attributes:
         folder: config.json, tokenizer and safetensors, ready to load.
         weights_bytes: size of all parameters in `dtype`.
+        quantised_bytes: of the same weights in few bits, for the native kernels; 0 where there are none.
         For the rest see `LoadedModel`.
     """
 
@@ -68,6 +70,7 @@ class OpenedModel:
     eos_token_ids: tuple[int, ...]
     max_positions: int
     weights_bytes: int
+    quantised_bytes: int
     dtype: torch.dtype
     device: torch.device
 
@@ -134,6 +137,7 @@ def open_model(preset: Preset, *, local_only: bool = False) -> OpenedModel:
         eos_token_ids=_eos_token_ids(folder, config, tokenizer),
         max_positions=int(config.max_position_embeddings),
         weights_bytes=_num_params(folder) * dtype.itemsize,
+        quantised_bytes=quantised_bytes(folder) if device.type == "cpu" else 0,
         dtype=dtype,
         device=device,
     )
@@ -162,6 +166,8 @@ def load_weights(opened: OpenedModel, stretch_to: int | None = None) -> LoadedMo
                 trust_remote_code=False,
                 output_loading_info=True,
             )
+        if opened.quantised_bytes:
+            attach_quantised(model, opened.folder)
     except torch.cuda.OutOfMemoryError as error:
         raise SwiftgenError(f"{opened.source} does not fit into the memory of {opened.device}") from error
     except Exception as error:  # safetensors, transformers and torch each have their own kinds

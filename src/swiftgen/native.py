@@ -1,4 +1,5 @@
-"""CPU kernels written in C++ (`kernels.cpp`): everything of a layer but its matrix products.
+"""CPU kernels written in C++: everything of a layer but its matrix products (`kernels.cpp`), and those too
+where weights have few bits (`quantised.cpp`).
 
 They are built once, by the C++ compiler of the machine for its own processor, and kept in the cache folder.
 Without a compiler the same is done by PyTorch operators, at about two thirds of the speed.
@@ -14,9 +15,10 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ from swiftgen.errors import SwiftgenError
 from swiftgen.model_store import building, cache_folder
 
 MAX_HEAD_DIM = 512  # as in kernels.cpp
+_SOURCES = ("kernels.h", "kernels.cpp", "quantised.cpp", "layers.cpp")
 _FLAGS = ("-O3", "-march=native", "-std=gnu++17", "-ffp-contract=fast", "-fPIC", "-shared", "-fopenmp")
 _BUILD_TIMEOUT_S = 300
 
@@ -33,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Pass(ctypes.Structure):
-    """`Pass` of kernels.cpp."""
+    """`Pass` of kernels.h."""
 
     _fields_ = (
         *[
@@ -43,24 +46,114 @@ class _Pass(ctypes.Structure):
                 *("num_prefix", "num_tail"),
             )
         ],
-        ("prefix_stride", ctypes.c_int64),
-        ("tail_stride", ctypes.c_int64),
-        ("scaling", ctypes.c_float),
-        ("norm_eps", ctypes.c_float),
+        *[
+            (name, ctypes.c_void_p)
+            for name in ("prefix_keys", "prefix_values", "tail_keys", "tail_values", "queries")
+        ],
+        *[
+            (name, ctypes.c_int64)
+            for name in ("prefix_stride", "tail_stride", "prefix_layer_stride", "tail_layer_stride")
+        ],
         *[(name, ctypes.c_void_p) for name in ("cos", "signed_sin", "bias", "workspace")],
     )
 
 
-class _Layer(ctypes.Structure):
-    """`Layer` of kernels.cpp."""
+class Heads(ctypes.Structure):
+    """`Heads` of kernels.h: what is special in the attention of a layer.
 
-    _fields_ = tuple(
-        (name, ctypes.c_void_p)
-        for name in (
-            *("prefix_keys", "prefix_values", "tail_keys", "tail_values"),
-            *("q_norm", "k_norm", "qkv", "queries", "attended"),
-        )
+    Args:
+        scaling: Factor of the scores.
+        norms: Weights `[D]` of the RMSNorms of query and key heads, and their epsilon.
+    """
+
+    _fields_ = (
+        *[(name, ctypes.c_void_p) for name in ("q_norm", "k_norm")],
+        *[(name, ctypes.c_float) for name in ("norm_eps", "scaling")],
     )
+
+    def __init__(self, scaling: float, norms: tuple[Tensor, Tensor, float] | None) -> None:
+        super().__init__(scaling=scaling)
+        self._kept = norms
+        if norms:
+            self.q_norm, self.k_norm = norms[0].data_ptr(), norms[1].data_ptr()
+            self.norm_eps = norms[2]
+
+
+class _Weights(ctypes.Structure):
+    """`Weights` of quantised.cpp."""
+
+    _fields_ = (
+        *[(name, ctypes.c_int32) for name in ("bits", "in_features", "out_features")],
+        *[(name, ctypes.c_void_p) for name in ("codes", "scales", "minima", "bias")],
+    )
+
+
+class DecoderLayer(ctypes.Structure):
+    """`DecoderLayer` of layers.cpp; the norms are `(weight, epsilon)`."""
+
+    _fields_ = (
+        *[(name, ctypes.c_void_p) for name in ("input_norm", "mlp_norm")],
+        *[(name, ctypes.c_float) for name in ("input_eps", "mlp_eps")],
+        ("heads", Heads),
+        *[(name, ctypes.c_void_p) for name in ("qkv", "out", "gate_up", "down")],
+    )
+
+    def __init__(
+        self,
+        input_norm: tuple[Tensor, float],
+        mlp_norm: tuple[Tensor, float],
+        heads: Heads,
+        qkv: Multiplication,
+        out: Multiplication,
+        gate_up: Multiplication,
+        down: Multiplication,
+    ) -> None:
+        super().__init__(
+            *(input_norm[0].data_ptr(), mlp_norm[0].data_ptr(), input_norm[1], mlp_norm[1], heads),
+            *(qkv.address, out.address, gate_up.address, down.address),
+        )
+
+
+class Multiplication:
+    """A matrix product with a weight in few bits, see `quantised.QuantisedWeight`.
+
+    Args:
+        bits: Of a code.
+        codes, scales, minima: With 16 rows of the weight together: `[out / 16, in / 32, 16, ...]`.
+        bias: `[out]`, or None.
+
+    Attributes:
+        address: Of its `Weights`.
+    """
+
+    def __init__(
+        self,
+        multiply: Any,
+        bits: int,
+        codes: Tensor,
+        scales: Tensor,
+        minima: Tensor | None,
+        bias: Tensor | None,
+    ) -> None:
+        self._multiply = multiply
+        self._kept = codes, scales, minima, bias
+        num_groups, num_blocks, group = scales.shape
+        self._in, self._out, self._group = num_blocks * 32, num_groups * group, group
+        pointers = codes.data_ptr(), scales.data_ptr(), _pointer(minima), _pointer(bias)
+        self._weights = _Weights(bits, self._in, self._out, *pointers)
+        self.address = ctypes.addressof(self._weights)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[..., in]` -> `[..., out]`."""
+        x = x.contiguous()
+        num_rows = x.numel() // self._in
+        out = x.new_empty(*x.shape[:-1], self._out)
+        scratch = torch.empty(-(-num_rows // self._group) * self._group * self._in)
+        self._multiply(
+            *(_is_bf16(x), x.data_ptr(), self.address, out.data_ptr(), num_rows),
+            *(torch.get_num_threads(), scratch.data_ptr()),
+        )
+        return out
 
 
 class Kernels:
@@ -76,12 +169,16 @@ class Kernels:
         pointer, number = ctypes.c_void_p, ctypes.c_int
         lib.swiftgen_padded_rows.argtypes = [number]
         lib.swiftgen_workspace.argtypes, lib.swiftgen_workspace.restype = [pointer], ctypes.c_int64
-        lib.swiftgen_attend.argtypes = [pointer, pointer]
+        lib.swiftgen_attend.argtypes = [pointer, pointer, number, pointer, pointer]
+        lib.swiftgen_layers.argtypes = [pointer, pointer, number, pointer, pointer]
+        lib.swiftgen_layers_memory.argtypes = [pointer, number, number]
+        lib.swiftgen_layers_memory.restype = ctypes.c_int64
         lib.swiftgen_rms_norm.argtypes = [
             *(number, pointer, pointer, pointer, pointer, ctypes.c_float, pointer, number, number)
         ]
         lib.swiftgen_silu_mul.argtypes = [number, pointer, pointer, number, number]
-        for name in ("attend", "rms_norm", "silu_mul"):
+        lib.swiftgen_multiply.argtypes = [*(number, pointer, pointer, pointer, number, number, pointer)]
+        for name in ("attend", "rms_norm", "silu_mul", "multiply", "layers"):
             getattr(lib, f"swiftgen_{name}").restype = None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -105,6 +202,12 @@ class Kernels:
         )
         return out
 
+    def multiplication(
+        self, bits: int, codes: Tensor, scales: Tensor, minima: Tensor | None, bias: Tensor | None
+    ) -> Multiplication:
+        """A matrix product, see `Multiplication`."""
+        return Multiplication(self._library.swiftgen_multiply, bits, codes, scales, minima, bias)
+
     def padded_rows(self, num_rows: int) -> int:
         """Query rows of a KV head as they lie in vectors."""
         padded: int = self._library.swiftgen_padded_rows(num_rows)
@@ -114,9 +217,24 @@ class Kernels:
         """Memory for a pass."""
         return torch.empty(self._library.swiftgen_workspace(ctypes.addressof(described)))
 
-    def attend(self, described: _Pass, layer: _Layer) -> None:
+    def attend(self, described: _Pass, heads: Heads, layer: int, qkv: Tensor, attended: Tensor) -> None:
         """RoPE, write to the cache, attend."""
-        self._library.swiftgen_attend(ctypes.addressof(described), ctypes.addressof(layer))
+        self._library.swiftgen_attend(
+            *(ctypes.addressof(described), ctypes.addressof(heads), layer),
+            *(qkv.data_ptr(), attended.data_ptr()),
+        )
+
+    def run_layers(self, described: _Pass, layers: ctypes.Array[DecoderLayer], hidden: Tensor) -> None:
+        """Take hidden states `[1, T, hidden]` through all layers, in place."""
+        num_rows = hidden.shape[1]
+        memory = torch.empty(
+            self._library.swiftgen_layers_memory(ctypes.addressof(layers), _is_bf16(hidden), num_rows),
+            dtype=torch.uint8,
+        )
+        self._library.swiftgen_layers(
+            *(ctypes.addressof(described), ctypes.addressof(layers), len(layers)),
+            *(hidden.data_ptr(), memory.data_ptr()),
+        )
 
     def _rms_norm(
         self, x: Tensor, delta: Tensor | None, total: Tensor | None, weight: Tensor, eps: float, out: Tensor
@@ -155,49 +273,50 @@ class NativePass:
             head_dim=head_dim,
             num_prefix=view.prefix_keys.shape[2],
             num_tail=num_tail,
+            prefix_keys=view.prefix_keys.data_ptr(),
+            prefix_values=view.prefix_values.data_ptr(),
+            tail_keys=view.tail_keys.data_ptr(),
+            tail_values=view.tail_values.data_ptr(),
+            queries=self._queries.data_ptr(),
             prefix_stride=view.prefix_keys.stride(1),
             tail_stride=view.tail_keys.stride(1),
+            prefix_layer_stride=view.prefix_keys.stride(0),
+            tail_layer_stride=view.tail_keys.stride(0),
             bias=self._bias.data_ptr(),
         )
         self._workspace = kernels.workspace(self._described)
         self._described.workspace = self._workspace.data_ptr()
-        self._layer = _Layer()
-        self._bytes = view.tail_keys.element_size()
 
-    def attend(
-        self,
-        layer: int,
-        qkv: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        scaling: float,
-        norms: tuple[Tensor, Tensor, float] | None,
-    ) -> Tensor:
+    def attend(self, layer: int, qkv: Tensor, rotary: tuple[Tensor, Tensor], heads: Heads) -> Tensor:
         """RoPE, write keys and values to the cache, attend.
 
         Args:
             layer: Its index.
             qkv: `[1, T, (H + 2 Hkv) * D]`.
             rotary: Cosine and signed sine, float32 `[T, 1, D]`.
-            scaling: Factor of the scores.
-            norms: Weights `[D]` of the RMSNorms of query and key heads, and their epsilon.
 
         Returns:
             `[1, T, H * D]`.
         """
-        described, pointers, view = self._described, self._layer, self._view
-        described.scaling = scaling
+        described = self._described
         described.cos, described.signed_sin = rotary[0].data_ptr(), rotary[1].data_ptr()
-        if norms:
-            pointers.q_norm, pointers.k_norm = norms[0].data_ptr(), norms[1].data_ptr()
-            described.norm_eps = norms[2]
-        for name in ("prefix_keys", "prefix_values", "tail_keys", "tail_values"):
-            tensor: Tensor = getattr(view, name)
-            setattr(pointers, name, tensor.data_ptr() + layer * tensor.stride(0) * self._bytes)
         out = qkv.new_empty(1, qkv.shape[1], described.num_heads * described.head_dim)
-        pointers.qkv, pointers.attended = qkv.data_ptr(), out.data_ptr()
-        pointers.queries = self._queries.data_ptr() + layer * self._queries.stride(0) * self._bytes
-        self._kernels.attend(described, pointers)
+        self._kernels.attend(described, heads, layer, qkv, out)
         return out
+
+    def run_layers(
+        self, layers: ctypes.Array[DecoderLayer], hidden: Tensor, rotary: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """All layers at once: hidden states `[1, T, hidden]` before them -> after them.
+
+        Args:
+            rotary: As in `attend`.
+        """
+        described = self._described
+        described.cos, described.signed_sin = rotary[0].data_ptr(), rotary[1].data_ptr()
+        hidden = hidden.clone()
+        self._kernels.run_layers(described, layers, hidden)
+        return hidden
 
     def stacked_queries(self) -> Tensor:
         """`[num_layers, Hkv, G, T, D]`."""
@@ -233,10 +352,11 @@ def found_compilers() -> list[str]:
 def _built() -> tuple[Kernels | None, str]:
     """The kernels, or None and why not; built unless the cache folder has them."""
     problem = "no C++ compiler was found (install g++ or clang++)"
-    source = resources.files("swiftgen").joinpath("kernels.cpp").read_text(encoding="utf-8")
+    folder = resources.files("swiftgen")
+    sources = {name: folder.joinpath(name).read_text(encoding="utf-8") for name in _SOURCES}
     for compiler in found_compilers():
         try:
-            return _built_by(compiler, source), ""
+            return _built_by(compiler, sources), ""
         except SwiftgenError as error:  # the cache folder
             return None, error.message
         except (OSError, AttributeError, subprocess.SubprocessError) as error:
@@ -246,13 +366,13 @@ def _built() -> tuple[Kernels | None, str]:
     return None, problem
 
 
-def _built_by(compiler: str, source: str) -> Kernels:
+def _built_by(compiler: str, sources: Mapping[str, str]) -> Kernels:
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=60, check=True).stdout
-    described = "\n".join([source, *_FLAGS, version.decode(errors="replace"), _processor()])
+    described = "\n".join([*sources.values(), *_FLAGS, version.decode(errors="replace"), _processor()])
     build = hashlib.sha256(described.encode()).hexdigest()[:16]
     library = cache_folder() / "kernels" / f"{build}.so"
     if not library.exists():
-        _build(compiler, source, library)
+        _build(compiler, sources, library)
     try:
         return Kernels(library, build)
     except (OSError, AttributeError):
@@ -260,14 +380,15 @@ def _built_by(compiler: str, source: str) -> Kernels:
         raise
 
 
-def _build(compiler: str, source: str, library: Path) -> None:
+def _build(compiler: str, sources: Mapping[str, str], library: Path) -> None:
     with building(library) as work:
         if library.exists():
             return
-        file = work / "kernels.cpp"
-        file.write_text(source, encoding="utf-8")
+        for name, source in sources.items():
+            (work / name).write_text(source, encoding="utf-8")
         made = work / library.name
-        command = [compiler, *_FLAGS, str(file), "-o", str(made)]
+        files = [str(work / name) for name in sources if name.endswith(".cpp")]
+        command = [compiler, *_FLAGS, *files, "-o", str(made)]
         subprocess.run(command, capture_output=True, timeout=_BUILD_TIMEOUT_S, check=True)
         if not made.exists():
             raise subprocess.SubprocessError(f"{compiler} wrote nothing")

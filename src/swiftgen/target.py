@@ -20,9 +20,10 @@ from swiftgen.architectures import head_dim
 from swiftgen.attention import ATTENTION_NAME, TreePass, prefix_kernel, tree_attention, tree_mask
 from swiftgen.cache import BLOCK_TOKENS, CacheShape, CacheView, FullCache, KVCache
 from swiftgen.errors import SwiftgenError
-from swiftgen.layers import NativeLayer, fuse_layers
-from swiftgen.linear import PackedLinear, can_pack, pack_linears
+from swiftgen.layers import NativeLayer, NativeStack, fuse_layers
+from swiftgen.linear import PackedLinear, linear_maker, replace_linears
 from swiftgen.native import NativePass, kernels_for
+from swiftgen.quantised import QuantisedLinear
 from swiftgen.tree import DraftTree
 
 LM_HEAD_ROWS = 32
@@ -63,19 +64,19 @@ class Target:
         self._base: nn.Module = model.base_model
         self._norm: nn.Module = self._base.norm
         self._base.norm = nn.Identity()
-        self._packed = can_pack(self.device, self.dtype)
-        make_linear = PackedLinear if self._packed else nn.Identity()
         kernels = kernels_for(attention, self.device, self.dtype, head_dim(self.config))
+        make_linear = linear_maker(self.device, self.dtype, kernels)
         self._fused = fuse_layers(self._base, head_dim(self.config), make_linear, kernels)
-        self._kernels = kernels if isinstance(self._base.layers[0], NativeLayer) else None
+        self._kernels = kernels if isinstance(self._base.layers[0], NativeLayer | NativeStack) else None
         if attention == "native" and not self._kernels:
             raise SwiftgenError(
                 "the native CPU kernels do not fit the layers of this model",
                 "use `--set model.attention=auto`",
             )
-        if self._packed and not self._fused:
-            pack_linears(self._base)
+        if not self._fused:
+            replace_linears(self._base, make_linear)
         self._lm_head: nn.Module = make_linear(model.lm_head)
+        self._linears = _kinds_of_linears(self._base, kernels.build if kernels else "")
         self._group = self.config.num_attention_heads // self.config.num_key_value_heads
         self.pass_sizes: tuple[int, ...] = (BLOCK_TOKENS,)
 
@@ -95,7 +96,7 @@ class Target:
             "device": self.device.type,
             "dtype": str(self.dtype).removeprefix("torch."),
             "attention": f"native {self._kernels.build}" if self._kernels else self._prefix_kernel.__name__,
-            "packed_linears": self._packed,
+            "linears": self._linears,
             "fused_layers": self._fused,
             "block_tokens": BLOCK_TOKENS,
         }
@@ -141,13 +142,23 @@ class Target:
         token_ids = torch.tensor([tree.tokens[rows] + tree.tokens[:1] * padding])
         positions = torch.tensor([tree.depths[rows] + [0] * padding]) + position
         tree_pass = self._new_pass(cache.view(size, first), tree.visibility(first + size)[first:])
-        hidden = self._base(
-            input_ids=token_ids.to(self.device),
-            position_ids=positions.to(self.device),
-            use_cache=False,
-            tree_pass=tree_pass,
-        ).last_hidden_state
+        hidden = self._run(token_ids.to(self.device), positions.to(self.device), tree_pass)
         return PassOutput(hidden[0, :live], tree_pass.stacked_queries()[:, :, :, :live])
+
+    def _run(self, token_ids: Tensor, positions: Tensor, tree_pass: TreePass | NativePass) -> Tensor:
+        """Hidden states before the final norm, `[1, T, hidden]`, of tokens and positions `[1, T]`."""
+        base: Any = self._base
+        if not self._fused:
+            hidden: Tensor = base(
+                input_ids=token_ids, position_ids=positions, use_cache=False, tree_pass=tree_pass
+            ).last_hidden_state
+            return hidden
+        # What the model's own `forward` does, without the checks and masks that take a millisecond.
+        hidden = base.embed_tokens(token_ids)
+        rotary = base.rotary_emb(hidden, positions)
+        for layer in base.layers:
+            hidden = layer(hidden, position_embeddings=rotary, tree_pass=tree_pass)
+        return hidden
 
     def _new_pass(self, view: CacheView, visible: Tensor) -> TreePass | NativePass:
         if self._kernels:
@@ -202,3 +213,10 @@ class Target:
 def _no_mask(*_: Any, **__: Any) -> None:
     """Mask function of our attention: the tree mask travels with the pass."""
     return None
+
+
+def _kinds_of_linears(base: nn.Module, build: str) -> str:
+    """How the layers of a model multiply."""
+    kinds = {type(module) for module in base.modules()}
+    names = {QuantisedLinear: f"quantised {build}", PackedLinear: "packed", nn.Linear: "plain"}
+    return " and ".join(name for kind, name in names.items() if kind in kinds)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from swiftgen.drafters.base import Committed
 from swiftgen.heads import DraftHeads
-from swiftgen.linear import can_pack, pack_linears
+from swiftgen.linear import linear_maker, replace_linears
 from swiftgen.sampling import History, Sampler
 from swiftgen.target import Target
 from swiftgen.tree import DraftTree
@@ -39,8 +39,7 @@ class ReadyHeads:
         self._lm_head: nn.Module | None = None
         if self.vocabulary is not None:
             self._lm_head = _rows_of(lm_head, self.vocabulary)
-        if can_pack(weight.device, weight.dtype):
-            pack_linears(self.heads)
+        replace_linears(self.heads, linear_maker(weight.device, weight.dtype, None))
 
     def step(
         self, states: Tensor, token_ids: Sequence[int], depth: int, target: Target
@@ -137,7 +136,4 @@ def _rows_of(lm_head: nn.Linear, vocabulary: Tensor) -> nn.Module:
     if lm_head.bias is not None:
         bias = torch.cat([lm_head.bias[vocabulary], torch.zeros_like(lm_head.bias[:1])])
         rows.bias = nn.Parameter(bias, requires_grad=False)
-    holder = nn.Sequential(rows)
-    if can_pack(weight.device, weight.dtype):
-        pack_linears(holder)
-    return holder
+    return linear_maker(weight.device, weight.dtype, None)(rows)

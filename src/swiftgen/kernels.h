@@ -1,0 +1,143 @@
+// Vectors and number formats that the kernels share; nothing here leaves the file that includes it.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16, REGISTERS = 24;
+#elif defined(__AVX2__)
+constexpr int LANES = 8, REGISTERS = 12;
+#else
+constexpr int LANES = 4, REGISTERS = 12;
+#endif
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
+typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
+
+struct bf16 {
+    uint16_t bits;
+};
+
+namespace {
+
+inline vec splat(float x) { return x - vec{}; }
+
+inline vec load(const float* p) {
+    vec v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+inline vec load(const bf16* p) {
+    hvec h;
+    std::memcpy(&h, p, sizeof h);
+    return (vec)(__builtin_convertvector(h, uvec) << 16);
+}
+inline void store(float* p, vec v) { std::memcpy(p, &v, sizeof v); }
+inline void store(bf16* p, vec v) {  // rounds to nearest even
+    const uvec bits = (uvec)v;
+    const hvec h = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, hvec);
+    std::memcpy(p, &h, sizeof h);
+}
+
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) {
+    uint32_t bits = uint32_t(x.bits) << 16;
+    float f;
+    std::memcpy(&f, &bits, 4);
+    return f;
+}
+inline void put(float* p, float x) { *p = x; }
+inline void put(bf16* p, float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    p->bits = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// The first n numbers of a vector: a row need not be a multiple of LANES wide.
+template <class T>
+inline vec load_part(const T* p, int n) {
+    T padded[LANES] = {};
+    std::memcpy(padded, p, n * sizeof(T));
+    return load(padded);
+}
+template <class T>
+inline void store_part(T* p, vec v, int n) {
+    T padded[LANES];
+    store(padded, v);
+    std::memcpy(p, padded, n * sizeof(T));
+}
+template <class T>
+inline vec load_upto(const T* p, int n) { return n >= LANES ? load(p) : load_part(p, n); }
+template <class T>
+inline void store_upto(T* p, vec v, int n) { n >= LANES ? store(p, v) : store_part(p, v, n); }
+
+inline vec max(vec a, vec b) { return a > b ? a : b; }
+
+// Numbers in float32: where they are, or in `scratch`.
+inline const float* as_floats(const float* p, int, float*) { return p; }
+inline const float* as_floats(const bf16* p, int count, float* scratch) {
+    for (int i = 0; i < count; i += LANES) store_upto(scratch + i, load_upto(p + i, count - i), count - i);
+    return scratch;
+}
+
+inline float sum(vec v) {
+    float total = 0;
+    for (int i = 0; i < LANES; ++i) total += v[i];
+    return total;
+}
+
+}  // namespace
+
+// What native.py hands over, field by field.
+
+// One pass over `num_rows` rows. The last `num_rows` keys of the tail are the pass's own.
+struct Pass {
+    int32_t is_bf16, num_threads, num_rows, num_heads, num_kv_heads, head_dim, num_prefix, num_tail;
+    void *prefix_keys, *prefix_values, *tail_keys, *tail_values;  // of the first layer
+    void* queries;  // out: [layers][kv heads][group][num_rows][head_dim], after RoPE
+    int64_t prefix_stride, tail_stride;              // from one KV head to the next, in elements
+    int64_t prefix_layer_stride, tail_layer_stride;  // from one layer to the next
+    const float *cos, *signed_sin;                   // [num_rows][head_dim]
+    const float* bias;                               // [num_tail][padded rows]: 0 where a row sees a key, else -inf
+    float* workspace;
+};
+
+// What is special in the attention of a layer.
+struct Heads {
+    const void *q_norm, *k_norm;  // weights of RMSNorms over a head, or null
+    float norm_eps, scaling;
+};
+
+// The weight of a matrix product, see quantised.cpp.
+struct Weights {
+    int32_t bits, in, out;   // 4 or 8 bits a weight; `in` is a multiple of 32, `out` of 16
+    const uint8_t* codes;    // of 16 features together: [out / 16][in / 32][16][32]
+    const uint16_t* scales;  // float16 [out / 16][in / 32][16]
+    const uint16_t* minima;  // the same; null with 8 bits
+    const void* bias;        // [out] in the dtype of the model, or null
+};
+
+extern "C" {
+
+// qkv is [num_rows][heads + 2 kv heads][head_dim], attended [num_rows][heads][head_dim].
+void swiftgen_attend(const Pass* pass, const Heads* heads, int layer, const void* qkv, void* attended);
+
+// out = RMSNorm(x) * weight; with a delta x + delta is stored as `total` and takes the place of x.
+void swiftgen_rms_norm(int is_bf16, const void* x, const void* delta, void* total, const void* weight, float eps,
+                       void* out, int rows, int width);
+
+void swiftgen_silu_mul(int is_bf16, const void* gate_up, void* out, int rows, int width);
+
+// out[rows][w.out] = x[rows][w.in] times the weights, plus bias. `scratch` has room for 16 rows more than there are.
+void swiftgen_multiply(int is_bf16, const void* x, const Weights* w, void* out, int rows, int num_threads,
+                       float* scratch);
+
+}  // extern "C"
