@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from swiftgen import sampling
+from swiftgen.native import kernels_for
 from swiftgen.presets import SamplerSettings
 from swiftgen.sampling import History, Sampler, keyed_gumbel, penalise
 from swiftgen.tree import DraftTree
@@ -465,3 +466,60 @@ class TestRestrictedSampler:
         expected[0, 7] = -math.inf
         expected[0, 2] = expected[0, 2] / 2 if expected[0, 2] > 0 else expected[0, 2] * 2
         assert torch.equal(whole.process(logits, torch.tensor([[2, 2]])), expected)
+
+
+KERNELS = kernels_for("auto", torch.device("cpu"), torch.float32, 64)
+
+
+@pytest.mark.skipif(KERNELS is None, reason="this machine cannot build the native kernels")
+class TestNative:
+    """What the native kernel does with all of the vocabulary is what PyTorch's operators do."""
+
+    @pytest.mark.parametrize("num_rows", [1, 2, 7, 33])
+    @pytest.mark.parametrize("vocab_size", [5, 16, 97, 8193])
+    @pytest.mark.parametrize(("W", "theta"), [(0, 1.3), (12, 1.0), (12, 1.3), (500, 1.1)])
+    def test_scores_are_the_same(self, num_rows: int, vocab_size: int, W: int, theta: float):
+        settings = SamplerSettings(temperature=0.8, min_p=0.05)
+        suppressed = range(0, vocab_size, 3)
+        native = Sampler(settings, 4, W, theta, suppressed, KERNELS)
+        plain = Sampler(settings, 4, W, theta, suppressed)
+        logits = random_logits(num_rows, vocab_size, vocab_size)
+        logits[0, 1] = 9.0
+        generator = torch.Generator().manual_seed(W)
+        windows = torch.randint(vocab_size, (num_rows, max(1, W)), generator=generator)  # with repetitions
+        positions = torch.arange(num_rows) + 10
+        for _ in range(2):  # the second time with what the first has made
+            (scores, ids), (expected, expected_ids) = (
+                each.scores(logits.clone(), positions, windows) for each in (native, plain)
+            )
+            assert torch.equal(ids, expected_ids)
+            assert torch.equal(scores, expected)
+            picks = native.pick(logits.clone(), positions, windows)
+            assert picks == plain.pick(logits.clone(), positions, windows)
+        assert not set(picks) & set(suppressed)
+
+    def test_ranks_over_a_few_tokens_are_the_same(self):
+        settings = SamplerSettings(temperature=0.8, min_p=0.05)
+        vocabulary = torch.arange(1, 300, 7)
+        native, plain = (
+            Sampler(settings, 4, 20, 1.3, [8, 15], kernels).restricted_to(vocabulary, 300)
+            for kernels in (KERNELS, None)
+        )
+        logits = random_logits(3, 1, len(vocabulary) + 1)
+        logits[:, -1] = 50.0  # of all other tokens: never chosen
+        windows = torch.randint(300, (3, 20), generator=torch.Generator().manual_seed(1))
+        ranked = [each.rank(logits.clone(), torch.arange(3), windows, 4) for each in (native, plain)]
+        assert ranked[0] == ranked[1]
+        assert all(candidate.token in vocabulary for row in ranked[0] for candidate in row)
+        assert not {8, 15} & {candidate.token for row in ranked[0] for candidate in row}
+
+    def test_logits_that_do_not_lie_together(self):
+        settings = SamplerSettings(temperature=0.8, min_p=0.05)
+        logits = random_logits(VOCAB_SIZE, 2, 4).T
+        assert not logits.is_contiguous()
+        windows = NO_WINDOW.expand(4, -1)
+        native, plain = (
+            Sampler(settings, 4, 5, 1.3, [3], kernels).pick(logits.clone(), torch.arange(4), windows)
+            for kernels in (KERNELS, None)
+        )
+        assert native == plain

@@ -119,13 +119,24 @@ def tree_attention(
 def cpu_prefix(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Prefix by PyTorch's CPU flash kernel; the split depends on the prefix length alone."""
     num_keys = k.shape[1]
-    parts = 2 if num_keys >= SPLIT_PREFIX_TOKENS and num_keys % 2 == 0 else 1
+    return cpu_flash(q, k, v, scale, None, 2 if num_keys >= SPLIT_PREFIX_TOKENS and num_keys % 2 == 0 else 1)
+
+
+def cpu_flash(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, num_parts: int = 1
+) -> tuple[Tensor, Tensor]:
+    """PyTorch's CPU flash kernel over keys cut into equal parts; see `PrefixKernel`.
+
+    Args:
+        mask: Additive, `[G*T, keys]`, in the dtype of `q`; only with one part.
+    """
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q.unsqueeze(1).expand(-1, parts, -1, -1),
-        k.unflatten(1, (parts, -1)),
-        v.unflatten(1, (parts, -1)),
+        q.unsqueeze(1).expand(-1, num_parts, -1, -1),
+        k.unflatten(1, (num_parts, -1)),
+        v.unflatten(1, (num_parts, -1)),
         0.0,
         False,
+        attn_mask=mask,
         scale=scale,
     )
     return out, lse

@@ -161,7 +161,7 @@ class Engine:
             return
         # What can be refused is refused before minutes of loading.
         prefix_kernel(preset.model.attention, opened.device, opened.dtype)
-        kernels_for(preset.model.attention, opened.device, opened.dtype, head_dim(config))
+        kernels = kernels_for(preset.model.attention, opened.device, opened.dtype, head_dim(config))
         heads = None
         if preset.draft == "heads" and not preset.heads:
             raise SwiftgenError("the preset has no draft heads", "set `heads`, or draft otherwise")
@@ -173,7 +173,9 @@ class Engine:
         ready_heads = None
         if heads:
             model = loaded.model
-            ready_heads = ReadyHeads(heads, model.get_input_embeddings(), model.get_output_embeddings())
+            ready_heads = ReadyHeads(
+                heads, model.get_input_embeddings(), model.get_output_embeddings(), kernels
+            )
         target = Target(loaded.model, preset.model.attention)
         exactness = known_exactness(target, loaded.fingerprint)
         target.pass_sizes = exactness.pass_sizes
@@ -237,7 +239,9 @@ class Engine:
             SwiftgenError: if the preset suppresses tokens the model does not have.
         """
         preset = self.preset
-        return Sampler(preset.sampler, seed, preset.W, preset.theta, self.suppressed_ids)
+        opened = self.opened
+        kernels = kernels_for(preset.model.attention, opened.device, opened.dtype, head_dim(opened.config))
+        return Sampler(preset.sampler, seed, preset.W, preset.theta, self.suppressed_ids, kernels)
 
     def _decode(
         self,
@@ -291,7 +295,7 @@ class Engine:
             price = None if mode == "paper" else pace
             by_pass = [SelfDrafter(target, sampler, partial, heads, shape, beam, floor, price)]
         if mode in ("heads", "auto") and heads is not None:
-            by_heads = [HeadsDrafter(target, sampler, heads, WIDTHS, beam, floor)]
+            by_heads = [HeadsDrafter(target, sampler, heads, WIDTHS, beam, floor, pace)]
         if mode == "paper" and preset.k:
             by_pass.append(NgramDrafter(preset.ngram, preset.k, seed))
         if mode in ("ngram", "auto"):

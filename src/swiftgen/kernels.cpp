@@ -17,7 +17,6 @@ constexpr int MAX_SPANS = 8;
 constexpr int PANEL = 4;        // vectors of query rows that are computed together
 constexpr int MAX_HEAD_DIM = 512;
 constexpr int MANY_ROWS = 8;    // from here on, rows are worth more than one thread
-constexpr float NEG_INF = -std::numeric_limits<float>::infinity();
 
 // e^x for x <= 88; 0 below -87 (float32 has no normal numbers there). Error below 2 units in the last place.
 inline vec exp(vec x) {
@@ -182,45 +181,52 @@ inline void rotated(const T* head, const void* norm_weight, float eps, const Pas
     }
 }
 
+// RoPE and the cache: queries, keys and values of a pass go where they belong, by the threads of a parallel region.
+// With `scaled`, queries go there too, [head_dim][padded rows] for each KV head, `head_floats` apart.
+template <class T>
+void rotate(const Pass& p, const Heads& heads, int layer, const T* qkv, float* scaled, long head_floats) {
+    const int d = p.head_dim, kv = p.num_kv_heads, group = p.num_heads / kv, t = p.num_rows;
+    const int rows = swiftgen_padded_rows(group * t);
+    const long qkv_stride = (long)(p.num_heads + 2 * kv) * d;
+    T* queries = (T*)p.queries + (long)layer * p.num_heads * t * d;
+#pragma omp for schedule(static)
+    for (int h = 0; h < kv; ++h) {
+        const long begin = layer * p.tail_layer_stride + h * p.tail_stride + (long)(p.num_tail - t) * d;
+        T *keys = (T*)p.tail_keys + begin, *values = (T*)p.tail_values + begin;
+        float* q = scaled ? scaled + h * head_floats : nullptr;
+        if (q) std::memset(q, 0, sizeof(float) * rows * d);
+        float out[MAX_HEAD_DIM];
+        for (int row = 0; row < t; ++row) {
+            const T* in = qkv + row * qkv_stride;
+            for (int g = 0; g < group; ++g) {
+                rotated(in + (h * group + g) * d, heads.q_norm, heads.norm_eps, p, row, out);
+                T* kept = queries + ((long)(h * group + g) * t + row) * d;
+                for (int i = 0; i < d; ++i) put(kept + i, out[i]);
+                for (int i = 0; q && i < d; ++i) q[(long)i * rows + g * t + row] = to_float(kept[i]) * heads.scaling;
+            }
+            rotated(in + (p.num_heads + h) * d, heads.k_norm, heads.norm_eps, p, row, out);
+            for (int i = 0; i < d; ++i) put(keys + (long)row * d + i, out[i]);
+            std::memcpy(values + (long)row * d, in + (p.num_heads + kv + h) * d, sizeof(T) * d);
+        }
+    }
+}
+
 template <class T, int HEAD_DIM>
 void attend(const Pass& p, const Heads& heads, int layer, const T* qkv, T* attended) {
     const int d = p.head_dim, kv = p.num_kv_heads, group = p.num_heads / kv, t = p.num_rows;
     const int rows = swiftgen_padded_rows(group * t), spans = num_spans(p.num_prefix), parts = spans + 1;
     const int span = span_of(p.num_prefix);
     const long part_floats = (long)rows * (d + 2), head_floats = (long)rows * d + parts * part_floats;
-    const long qkv_stride = (long)(p.num_heads + 2 * kv) * d;
     auto queries_of = [&](int h) { return p.workspace + h * head_floats; };  // [d][rows]
     auto part_of = [&](int h, int i) {
         float* base = queries_of(h) + (long)rows * d + i * part_floats;
         return Part{base, base + rows, base + 2 * rows};
     };
     auto tail = [&](void* tensor, int h) { return (T*)tensor + layer * p.tail_layer_stride + h * p.tail_stride; };
-    T* queries = (T*)p.queries + (long)layer * p.num_heads * t * d;
 
 #pragma omp parallel num_threads(p.num_threads)
     {
-#pragma omp for schedule(static)
-        for (int h = 0; h < kv; ++h) {
-            float* q = queries_of(h);
-            std::memset(q, 0, sizeof(float) * rows * d);
-            float out[MAX_HEAD_DIM];
-            for (int row = 0; row < t; ++row) {
-                const T* in = qkv + row * qkv_stride;
-                for (int g = 0; g < group; ++g) {
-                    rotated(in + (h * group + g) * d, heads.q_norm, heads.norm_eps, p, row, out);
-                    T* kept = queries + ((long)(h * group + g) * t + row) * d;
-                    for (int i = 0; i < d; ++i) {
-                        put(kept + i, out[i]);
-                        q[(long)i * rows + g * t + row] = to_float(kept[i]) * heads.scaling;
-                    }
-                }
-                const long slot = (long)(p.num_tail - t + row) * d;
-                rotated(in + (p.num_heads + h) * d, heads.k_norm, heads.norm_eps, p, row, out);
-                T *key = tail(p.tail_keys, h) + slot, *value = tail(p.tail_values, h) + slot;
-                for (int i = 0; i < d; ++i) put(key + i, out[i]);
-                std::memcpy(value, in + (p.num_heads + kv + h) * d, sizeof(T) * d);
-            }
-        }
+        rotate(p, heads, layer, qkv, p.workspace, head_floats);
 #pragma omp for schedule(dynamic)
         for (int task = 0; task < kv * parts; ++task) {
             const int h = task % kv, i = task / kv;
@@ -315,6 +321,12 @@ void silu_mul(const T* gate_up, T* out, int rows, int width) {
 }  // namespace
 
 extern "C" {
+
+void swiftgen_rotate(const Pass* pass, const Heads* heads, int layer, const void* qkv) {
+#pragma omp parallel num_threads(pass->num_threads)
+    pass->is_bf16 ? rotate(*pass, *heads, layer, (const bf16*)qkv, nullptr, 0)
+                  : rotate(*pass, *heads, layer, (const float*)qkv, nullptr, 0);
+}
 
 void swiftgen_attend(const Pass* pass, const Heads* heads, int layer, const void* qkv, void* attended) {
     pass->is_bf16 ? attend(*pass, *heads, layer, (const bf16*)qkv, (bf16*)attended)

@@ -28,6 +28,8 @@ struct bf16 {
 
 namespace {
 
+constexpr float NEG_INF = -std::numeric_limits<float>::infinity();
+
 inline vec splat(float x) { return x - vec{}; }
 
 inline vec load(const float* p) {
@@ -129,6 +131,9 @@ extern "C" {
 
 // qkv is [num_rows][heads + 2 kv heads][head_dim], attended [num_rows][heads][head_dim].
 void swiftgen_attend(const Pass* pass, const Heads* heads, int layer, const void* qkv, void* attended);
+
+// Only what comes before: queries after RoPE to `pass->queries`, keys and values to the cache.
+void swiftgen_rotate(const Pass* pass, const Heads* heads, int layer, const void* qkv);
 
 // out = RMSNorm(x) * weight; with a delta x + delta is stored as `total` and takes the place of x.
 void swiftgen_rms_norm(int is_bf16, const void* x, const void* delta, void* total, const void* weight, float eps,

@@ -169,8 +169,12 @@ class NativeStack(nn.Module):
         **unused: Any,
     ) -> Tensor:
         """`[1, T, hidden]` -> `[1, T, hidden]`; `tree_pass` is a `NativePass`."""
-        hidden: Tensor = tree_pass.run_layers(self._described, hidden_states, position_embeddings)
-        return hidden
+        if tree_pass.has_all_layers:
+            hidden: Tensor = tree_pass.run_layers(self._described, hidden_states, position_embeddings)
+            return hidden
+        for layer in self._layers:
+            hidden_states = layer(hidden_states, position_embeddings=position_embeddings, tree_pass=tree_pass)
+        return hidden_states
 
     @staticmethod
     def fits(layers: Sequence[nn.Module]) -> bool:

@@ -23,12 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from swiftgen.attention import cpu_flash, cpu_prefix
 from swiftgen.cache import CacheView
 from swiftgen.errors import SwiftgenError
 from swiftgen.model_store import building, cache_folder
 
 MAX_HEAD_DIM = 512  # as in kernels.cpp
-_SOURCES = ("kernels.h", "kernels.cpp", "quantised.cpp", "layers.cpp")
+_SOURCES = ("kernels.h", "kernels.cpp", "quantised.cpp", "layers.cpp", "sampling.cpp")
 _FLAGS = ("-O3", "-march=native", "-std=gnu++17", "-ffp-contract=fast", "-fPIC", "-shared", "-fopenmp")
 _BUILD_TIMEOUT_S = 300
 
@@ -170,6 +171,7 @@ class Kernels:
         lib.swiftgen_padded_rows.argtypes = [number]
         lib.swiftgen_workspace.argtypes, lib.swiftgen_workspace.restype = [pointer], ctypes.c_int64
         lib.swiftgen_attend.argtypes = [pointer, pointer, number, pointer, pointer]
+        lib.swiftgen_rotate.argtypes = [pointer, pointer, number, pointer]
         lib.swiftgen_layers.argtypes = [pointer, pointer, number, pointer, pointer]
         lib.swiftgen_layers_memory.argtypes = [pointer, number, number]
         lib.swiftgen_layers_memory.restype = ctypes.c_int64
@@ -178,7 +180,12 @@ class Kernels:
         ]
         lib.swiftgen_silu_mul.argtypes = [number, pointer, pointer, number, number]
         lib.swiftgen_multiply.argtypes = [*(number, pointer, pointer, pointer, number, number, pointer)]
-        for name in ("attend", "rms_norm", "silu_mul", "multiply", "layers"):
+        lib.swiftgen_narrow.argtypes = [
+            *(pointer, number, ctypes.c_int64, pointer, ctypes.c_int64, ctypes.c_float),
+            *(pointer, ctypes.c_float, ctypes.c_float, pointer, pointer),
+        ]
+        lib.swiftgen_narrow.restype = ctypes.c_int64
+        for name in ("attend", "rotate", "rms_norm", "silu_mul", "multiply", "layers"):
             getattr(lib, f"swiftgen_{name}").restype = None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -208,6 +215,29 @@ class Kernels:
         """A matrix product, see `Multiplication`."""
         return Multiplication(self._library.swiftgen_multiply, bits, codes, scales, minima, bias)
 
+    def narrow(
+        self, logits: Tensor, windows: Tensor, theta: float, bias: Tensor, reach: float, slack: float
+    ) -> Tensor:
+        """Penalty and suppression in place, and the columns that are near the largest logit of some row.
+
+        Args:
+            logits: float32 `[T, vocab]`.
+            windows: int64 `[T, window]`, columns that are penalised once.
+            theta: Penalty value.
+            bias: float32 `[vocab]`, 0 or -inf.
+            reach: How far below the largest logit a column may be, plus `slack * (1 + |largest|)`.
+
+        Returns:
+            int64, ascending.
+        """
+        num_rows, size = logits.shape
+        marks, columns = torch.empty(size, dtype=torch.uint8), torch.empty(size, dtype=torch.int64)
+        count = self._library.swiftgen_narrow(
+            *(logits.data_ptr(), num_rows, size, windows.data_ptr(), windows.shape[1], theta),
+            *(bias.data_ptr(), reach, slack, marks.data_ptr(), columns.data_ptr()),
+        )
+        return columns[:count]
+
     def padded_rows(self, num_rows: int) -> int:
         """Query rows of a KV head as they lie in vectors."""
         padded: int = self._library.swiftgen_padded_rows(num_rows)
@@ -222,6 +252,12 @@ class Kernels:
         self._library.swiftgen_attend(
             *(ctypes.addressof(described), ctypes.addressof(heads), layer),
             *(qkv.data_ptr(), attended.data_ptr()),
+        )
+
+    def rotate(self, described: _Pass, heads: Heads, layer: int, qkv: Tensor) -> None:
+        """RoPE, write to the cache."""
+        self._library.swiftgen_rotate(
+            *(ctypes.addressof(described), ctypes.addressof(heads), layer, qkv.data_ptr())
         )
 
     def run_layers(self, described: _Pass, layers: ctypes.Array[DecoderLayer], hidden: Tensor) -> None:
@@ -253,9 +289,21 @@ class NativePass:
         view: What the rows attend to; gets their keys and values.
         visible: Which row sees which, bool `[T, rows of the tree so far]`.
         num_heads: Query heads.
+        is_prefill: The pass has to agree with no other but itself, so attention is left to PyTorch's flash
+            kernel, which is faster at many rows.
+
+    Attributes:
+        has_all_layers: Whether `run_layers` can be used.
     """
 
-    def __init__(self, kernels: Kernels, view: CacheView, visible: Tensor, num_heads: int) -> None:
+    def __init__(
+        self,
+        kernels: Kernels,
+        view: CacheView,
+        visible: Tensor,
+        num_heads: int,
+        is_prefill: bool = False,
+    ) -> None:
         num_layers, num_kv_heads, num_tail, head_dim = view.tail_keys.shape
         group, num_rows = num_heads // num_kv_heads, len(visible)
         self._kernels, self._view = kernels, view
@@ -264,6 +312,11 @@ class NativePass:
         own.masked_fill_(~visible.T.repeat(1, group), float("-inf"))
         shape = (num_layers, num_kv_heads, group, num_rows, head_dim)
         self._queries = torch.empty(shape, dtype=view.tail_keys.dtype)
+        self._mask: Tensor | None = None
+        if is_prefill:
+            mask = self._bias[:, : group * num_rows].T
+            self._mask = mask.to(view.tail_keys.dtype, memory_format=torch.contiguous_format)
+        self.has_all_layers = not is_prefill
         self._described = _Pass(
             is_bf16=_is_bf16(view.tail_keys),
             num_threads=torch.get_num_threads(),
@@ -300,9 +353,23 @@ class NativePass:
         """
         described = self._described
         described.cos, described.signed_sin = rotary[0].data_ptr(), rotary[1].data_ptr()
+        if self._mask is not None:
+            self._kernels.rotate(described, heads, layer, qkv)
+            return self._attend_by_flash(layer, heads.scaling, self._mask)
         out = qkv.new_empty(1, qkv.shape[1], described.num_heads * described.head_dim)
         self._kernels.attend(described, heads, layer, qkv, out)
         return out
+
+    def _attend_by_flash(self, layer: int, scaling: float, mask: Tensor) -> Tensor:
+        view, queries = self._view, self._queries[layer]
+        q = queries.flatten(1, 2)  # [Hkv, G*T, D]
+        out, lse = cpu_flash(q, view.tail_keys[layer], view.tail_values[layer], scaling, mask)
+        if view.prefix_keys.shape[2]:
+            before, lse_before = cpu_prefix(q, view.prefix_keys[layer], view.prefix_values[layer], scaling)
+            weights = torch.softmax(torch.cat([lse, lse_before], dim=1), dim=1)
+            out = (torch.cat([out, before], dim=1) * weights.unsqueeze(-1)).sum(dim=1)
+        num_rows, head_dim = queries.shape[2:]
+        return out.to(q.dtype).reshape(-1, num_rows, head_dim).transpose(0, 1).reshape(1, num_rows, -1)
 
     def run_layers(
         self, layers: ctypes.Array[DecoderLayer], hidden: Tensor, rotary: tuple[Tensor, Tensor]

@@ -305,6 +305,7 @@ extern "C" {
 
 void swiftgen_multiply(int is_bf16, const void* x, const Weights* w, void* out, int rows, int num_threads,
                        float* scratch) {
+    if (!rows) return;
 #pragma omp parallel num_threads(num_threads)
     {
         const int groups = w->out / 16, thread = omp_get_thread_num(), threads = omp_get_num_threads();

@@ -64,10 +64,30 @@ class QuantisedWeight:
             values += self.minima.float().unsqueeze(-1)
         return values.to(dtype).flatten(1)
 
+    def is_for(self, weight: Tensor) -> bool:
+        """Whether types and shapes are those that a weight `[out, in]` needs."""
+        if weight.shape[1] % BLOCK or self.codes.dtype not in (torch.uint8, torch.int8):
+            return False
+        shape = weight.shape[0], weight.shape[1] // BLOCK
+        scales = [self.scales] + ([self.minima] if self.minima is not None else [])
+        return (
+            self.codes.shape == (*shape, BLOCK * self.bits // 8)
+            and all(each.shape == shape and each.dtype == torch.float16 for each in scales)
+            and len(scales) == (2 if self.bits == 4 else 1)
+        )
+
     def rows(self, index: Tensor) -> QuantisedWeight:
         """Some of its rows."""
         minima = None if self.minima is None else self.minima[index]
         return QuantisedWeight(self.codes[index], self.scales[index], minima)
+
+    @staticmethod
+    def nearest(weight: Tensor) -> QuantisedWeight:
+        """A weight `[out, in]` in 8 bits, to the nearest step; for what need not be exact, like drafts."""
+        blocks = weight.float().unflatten(1, (-1, BLOCK))
+        scales = (blocks.abs().amax(dim=-1) / 127).half()
+        steps = scales.float().clamp(min=torch.finfo(torch.float16).tiny).unsqueeze(-1)
+        return QuantisedWeight((blocks / steps).round().clamp(-127, 127).to(torch.int8), scales, None)
 
     @staticmethod
     def joined(weights: Sequence[QuantisedWeight]) -> QuantisedWeight | None:
@@ -115,7 +135,9 @@ def _grouped(blocks: Tensor) -> Tensor:
 
 
 def save_quantised(gguf: Path, model: nn.Module, config: Any, folder: Path) -> None:
-    """Keep the codes of every linear layer of an unpacked model whose weight they give to the last bit.
+    """Keep the codes of an unpacked model where they give the weight of every layer to the last bit.
+
+    A file that has other kinds of weights too is left at that. The lm_head is kept if it can be.
 
     Args:
         gguf: The file that the model was unpacked from.
@@ -129,14 +151,12 @@ def save_quantised(gguf: Path, model: nn.Module, config: Any, folder: Path) -> N
         if not isinstance(module, nn.Linear):
             continue
         tensor = tensors.get(_gguf_name(name, tensors))
-        quantised = None if tensor is None else _read(tensor)
-        if quantised is None:
-            continue
-        for ordered in (quantised, quantised.rows(_llama_rows(module.out_features, config))):
-            if torch.equal(ordered.dequantised(module.weight.dtype), module.weight):
-                parts = {f"{name}.{part}": value for part, value in vars(ordered).items()}
-                kept |= {key: value.contiguous() for key, value in parts.items() if value is not None}
-                break
+        weight = _matching(None if tensor is None else _read(tensor), module.weight, config)
+        if weight is not None:
+            parts = {f"{name}.{part}": value for part, value in vars(weight).items()}
+            kept |= {key: value.contiguous() for key, value in parts.items() if value is not None}
+        elif name != "lm_head":
+            return
     save_file(kept, folder / FILE_NAME)
 
 
@@ -150,7 +170,7 @@ def attach_quantised(model: nn.Module, folder: Path) -> None:
     """Give the linear layers of a model what `save_quantised` kept of them, for `quantised_of`.
 
     Raises:
-        SafetensorError: the file is damaged.
+        SafetensorError, ValueError: the file is damaged.
     """
     kept = load_file(folder / FILE_NAME)
     for name, module in model.named_modules():
@@ -158,6 +178,8 @@ def attach_quantised(model: nn.Module, folder: Path) -> None:
             weight = QuantisedWeight(
                 kept[f"{name}.codes"], kept[f"{name}.scales"], kept.get(f"{name}.minima")
             )
+            if not weight.is_for(module.weight):
+                raise ValueError(f"{FILE_NAME} does not fit {name}")
             attach(module, weight)
 
 
@@ -178,6 +200,16 @@ def attach(linear: nn.Linear, weight: QuantisedWeight) -> None:
 def quantised_of(linear: nn.Module) -> QuantisedWeight | None:
     """What was attached to a layer."""
     return getattr(linear, _ATTRIBUTE, None)
+
+
+def _matching(quantised: QuantisedWeight | None, weight: Tensor, config: Any) -> QuantisedWeight | None:
+    """The same in the order of rows in which it gives a weight to the last bit; None if it does in none."""
+    if quantised is None or not quantised.is_for(weight):
+        return None
+    for ordered in (quantised, quantised.rows(_llama_rows(len(weight), config))):
+        if torch.equal(ordered.dequantised(weight.dtype), weight):
+            return ordered
+    return None
 
 
 def _gguf_name(name: str, tensors: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from swiftgen.native import Kernels
     from swiftgen.presets import SamplerSettings
     from swiftgen.tree import DraftTree
 
@@ -124,10 +125,17 @@ class Sampler:
     Args:
         W, theta: Contextual penalty: the last `W` tokens, penalty value `theta` (1 is off).
         suppressed: Token ids that are never written.
+        kernels: Do what concerns all of the vocabulary, where there are any.
     """
 
     def __init__(
-        self, settings: SamplerSettings, seed: int, W: int, theta: float, suppressed: Collection[int] = ()
+        self,
+        settings: SamplerSettings,
+        seed: int,
+        W: int,
+        theta: float,
+        suppressed: Collection[int] = (),
+        kernels: Kernels | None = None,
     ) -> None:
         self.settings = settings
         self.seed = seed
@@ -136,6 +144,8 @@ class Sampler:
         self._suppressed = torch.tensor(sorted(set(suppressed)), dtype=torch.int64)
         self._tokens: Tensor | None = None  # of the columns; None: each column is the token of its number
         self._columns: Tensor | None = None
+        self._kernels = kernels
+        self._bias: Tensor | None = None  # of the suppressed columns, made on first use
 
     def restricted_to(self, vocabulary: Tensor, vocab_size: int) -> Sampler:
         """The same sampler for logits over a few tokens only, to rank drafts.
@@ -151,6 +161,7 @@ class Sampler:
         others = torch.tensor([len(vocabulary)], device=vocabulary.device)
         suppressed = restricted._columns[self._suppressed.to(vocabulary.device)]
         restricted._suppressed = torch.cat([suppressed, others]).unique()
+        restricted._bias = None
         return restricted
 
     @torch.inference_mode()
@@ -187,8 +198,7 @@ class Sampler:
             float64 `[T, C]`, -inf where a token cannot occur, and the ids of the C tokens that can occur in
             some row, ascending.
         """
-        self._adjust(logits, windows)
-        columns = self._hopeful(logits)
+        columns = self._narrowed(logits, windows)
         ids = columns if self._tokens is None else self._tokens[columns]
         if len(columns) < logits.shape[1]:
             logits = logits.index_select(1, columns)
@@ -214,18 +224,33 @@ class Sampler:
         if len(self._suppressed):
             logits.index_fill_(1, self._suppressed.to(logits.device), NEG_INF)
 
-    def _hopeful(self, logits: Tensor) -> Tensor:
-        """Columns that may pass the filters in some row, int64 ascending: a few where min-p decides.
+    def _narrowed(self, logits: Tensor, windows: Tensor) -> Tensor:
+        """Penalty and suppression in place, and the columns that may pass the filters in some row.
 
-        That spares the filters and the noise the rest of the vocabulary. Top-p and eta need all of it.
+        A few where min-p decides, int64 ascending. That spares the filters and the noise the rest of the
+        vocabulary. Top-p and eta need all of it.
         """
         s = self.settings
         if not (s.temperature and s.min_p and s.top_p >= 1 and not s.eta and s.min_tokens_to_keep == 1):
+            self._adjust(logits, windows)
             return torch.arange(logits.shape[1], device=logits.device)
+        reach = -s.temperature * math.log(s.min_p)
+        if self._kernels and logits.device.type == "cpu" and logits.is_contiguous():
+            windows = windows if self._columns is None else self._columns[windows]
+            windows = windows[:, : windows.shape[1] if self.W else 0].contiguous()
+            return self._kernels.narrow(
+                logits, windows, self.theta, self._suppression(logits.shape[1]), reach, _LOGIT_SLACK
+            )
+        self._adjust(logits, windows)
         largest = logits.amax(dim=-1, keepdim=True)
         slack = _LOGIT_SLACK * (1.0 + largest.abs())  # for the rounding of the temperature
-        limit = largest + s.temperature * math.log(s.min_p) - slack
+        limit = largest - reach - slack
         return torch.nonzero((~(logits < limit)).any(dim=0))[:, 0]  # so that NaN stays, for the filters
+
+    def _suppression(self, num_columns: int) -> Tensor:
+        if self._bias is None:
+            self._bias = torch.zeros(num_columns).index_fill_(0, self._suppressed, NEG_INF)
+        return self._bias
 
     def _filtered(self, logits: Tensor) -> Tensor:
         """Temperature and filters, in place."""

@@ -112,7 +112,12 @@ class Target:
 
     @torch.inference_mode()
     def forward(
-        self, tree: DraftTree, position: int, cache: KVCache, num_rows: int | None = None
+        self,
+        tree: DraftTree,
+        position: int,
+        cache: KVCache,
+        num_rows: int | None = None,
+        is_prefill: bool = False,
     ) -> PassOutput:
         """One pass over the nodes of a tree; a tree of more nodes than the largest pass takes several.
 
@@ -120,12 +125,15 @@ class Target:
             tree: Its nodes become rows in their order; the rest of the pass is padding.
             position: Absolute position of the root.
             num_rows: Rows of the pass, padding included; by default the smallest allowed pass.
+            is_prefill: The rows are a chain, and nothing but another prefill has to agree with them.
         """
         parts = []
         for first in range(0, len(tree), num_rows or self.max_rows):
             live = min(len(tree) - first, num_rows or self.max_rows)
             parts.append(
-                self._forward_rows(tree, first, live, num_rows or self.pass_size(live), position, cache)
+                self._forward_rows(
+                    tree, first, live, num_rows or self.pass_size(live), position, cache, is_prefill
+                )
             )
         if len(parts) == 1:
             return parts[0]
@@ -134,14 +142,21 @@ class Target:
         )
 
     def _forward_rows(
-        self, tree: DraftTree, first: int, live: int, size: int, position: int, cache: KVCache
+        self,
+        tree: DraftTree,
+        first: int,
+        live: int,
+        size: int,
+        position: int,
+        cache: KVCache,
+        is_prefill: bool,
     ) -> PassOutput:
         """Nodes `first` to `first + live` of the tree, padded to `size` rows."""
         padding = size - live
         rows = slice(first, first + live)
         token_ids = torch.tensor([tree.tokens[rows] + tree.tokens[:1] * padding])
         positions = torch.tensor([tree.depths[rows] + [0] * padding]) + position
-        tree_pass = self._new_pass(cache.view(size, first), tree.visibility(first + size)[first:])
+        tree_pass = self._new_pass(cache.view(size, first), tree.visibility(first + size)[first:], is_prefill)
         hidden = self._run(token_ids.to(self.device), positions.to(self.device), tree_pass)
         return PassOutput(hidden[0, :live], tree_pass.stacked_queries()[:, :, :, :live])
 
@@ -160,9 +175,10 @@ class Target:
             hidden = layer(hidden, position_embeddings=rotary, tree_pass=tree_pass)
         return hidden
 
-    def _new_pass(self, view: CacheView, visible: Tensor) -> TreePass | NativePass:
+    def _new_pass(self, view: CacheView, visible: Tensor, is_prefill: bool) -> TreePass | NativePass:
         if self._kernels:
-            return NativePass(self._kernels, view, visible, self.config.num_attention_heads)
+            num_heads = self.config.num_attention_heads
+            return NativePass(self._kernels, view, visible, num_heads, is_prefill)
         num_before = view.tail_keys.shape[2] - visible.shape[1]
         return TreePass(
             view, tree_mask(visible, num_before, self._group).to(self.device), self._prefix_kernel
@@ -202,7 +218,7 @@ class Target:
             chain = token_ids[done : done + room]
             tree = DraftTree(chain[0], max_depth=BLOCK_TOKENS)
             tree.add_path(0, chain[1:], "prompt")
-            output = self.forward(tree, cache.length, cache, num_rows=BLOCK_TOKENS)
+            output = self.forward(tree, cache.length, cache, num_rows=BLOCK_TOKENS, is_prefill=True)
             cache.commit(range(len(chain)))
             done += len(chain)
             if on_progress:

@@ -6,19 +6,24 @@ pass is needed. After a draft pass (see `self_draft`), from the state that pass 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from swiftgen.drafters.base import Committed
+from swiftgen.drafters.base import Committed, Pace
 from swiftgen.heads import DraftHeads
-from swiftgen.linear import linear_maker, replace_linears
+from swiftgen.linear import MakeLinear, linear_maker, replace_linears
+from swiftgen.native import Kernels
+from swiftgen.quantised import BLOCK, GROUP, QuantisedWeight, attach
 from swiftgen.sampling import History, Sampler
 from swiftgen.target import Target
 from swiftgen.tree import DraftTree
 
 SOURCE = "heads"
+_MEMORY = 0.05  # weight of the newest level in the estimates of time and yield
 OVERCONFIDENCE = 1.4
 """Heads are less sure than they seem: with 0.2 they are right once in ten times, with 0.8 seven times."""
 
@@ -29,17 +34,25 @@ class ReadyHeads:
     Args:
         heads: Of the target; moved to its device and dtype.
         embedding, lm_head: The target's own.
+        kernels: With them the heads are computed in 8 bits: drafts need not be exact, but quick.
     """
 
-    def __init__(self, heads: DraftHeads, embedding: nn.Embedding, lm_head: nn.Linear) -> None:
+    def __init__(
+        self,
+        heads: DraftHeads,
+        embedding: nn.Embedding,
+        lm_head: nn.Linear,
+        kernels: Kernels | None = None,
+    ) -> None:
         weight = lm_head.weight
         self.heads = heads.to(weight.device, weight.dtype).requires_grad_(False)
         self.num_heads, self.vocabulary = heads.num_heads, heads.vocabulary
         self._embedding = embedding
         self._lm_head: nn.Module | None = None
+        make = _quick_linear_maker(weight.device, weight.dtype, kernels)
         if self.vocabulary is not None:
-            self._lm_head = _rows_of(lm_head, self.vocabulary)
-        replace_linears(self.heads, linear_maker(weight.device, weight.dtype, None))
+            self._lm_head = make(_rows_of(lm_head, self.vocabulary))
+        replace_linears(self.heads, make)
 
     def step(
         self, states: Tensor, token_ids: Sequence[int], depth: int, target: Target
@@ -51,8 +64,9 @@ class ReadyHeads:
         ids = torch.tensor(token_ids, device=states.device)
         states = self.heads.advance(states, self._embedding(ids), depth)
         outputs = self.heads.output(states, depth)
-        logits = target.unembed(outputs) if self._lm_head is None else self._lm_head(outputs).float()
-        return states, logits
+        if self._lm_head is None or self.vocabulary is None:
+            return states, target.unembed(outputs)
+        return states, self._lm_head(outputs)[:, : len(self.vocabulary) + 1].float()
 
     def sampler(self, sampler: Sampler, vocab_size: int) -> Sampler:
         """The sampler that ranks what `step` gives."""
@@ -66,6 +80,7 @@ class HeadsDrafter:
         widths: Children below each node, level by level; levels beyond the heads are left out.
         beam: Nodes of a level that get children, the likeliest first; None is all of them.
         floor: Nodes less likely than this to be accepted with their path get none.
+        pace: Another level is made while it promises more tokens than its time is worth; None makes all.
     """
 
     num_passes = 0
@@ -78,6 +93,7 @@ class HeadsDrafter:
         widths: Sequence[int],
         beam: int | None,
         floor: float = 0.0,
+        pace: Pace | None = None,
     ) -> None:
         self._target = target
         self._heads = heads
@@ -85,6 +101,9 @@ class HeadsDrafter:
         self._widths = list(widths)[: heads.num_heads]
         self._beam = beam
         self._floor = floor
+        self._pace = pace
+        self._level_s = 0.0
+        self._yield = 1.0  # what a level promises, of what its parents did
         self._state: Tensor | None = None
 
     @torch.inference_mode()
@@ -109,8 +128,10 @@ class HeadsDrafter:
         states = state.expand(len(nodes), -1)
         joint = [chance * tree.chances[node] for node in nodes]
         for depth, width in enumerate(self._widths, start=1):
-            if not nodes or tree.depths[nodes[0]] >= tree.max_depth:
+            if not nodes or tree.depths[nodes[0]] >= tree.max_depth or not self._is_worth_a_level(sum(joint)):
                 return
+            begin_s = time.perf_counter()
+            parents = sum(joint)
             states, logits = self._heads.step(states, [tree.tokens[n] for n in nodes], depth, self._target)
             position = len(history) + tree.depths[nodes[0]]
             windows = history.windows(tree, self._sampler.W, nodes)
@@ -124,16 +145,37 @@ class HeadsDrafter:
             children = [child for child in sorted(children, reverse=True) if child[0] >= self._floor]
             children = children[: self._beam]
             joint = [chance for chance, _, _ in children]
+            self._learn(time.perf_counter() - begin_s, min(1.0, sum(joint) / parents))
             states = states[[row for _, row, _ in children]]
             nodes = [child for _, _, child in children]
 
+    def _is_worth_a_level(self, promised: float) -> bool:
+        """Whether what a level promises below nodes that promise so many tokens is worth its time."""
+        return self._pace is None or promised * self._yield >= self._pace.tokens_per_s * self._level_s
 
-def _rows_of(lm_head: nn.Linear, vocabulary: Tensor) -> nn.Module:
-    """The lm_head for some tokens, and a last column that stands for all others."""
-    rows = nn.Linear(lm_head.in_features, len(vocabulary) + 1, bias=lm_head.bias is not None, device="meta")
-    weight = torch.cat([lm_head.weight[vocabulary], torch.zeros_like(lm_head.weight[:1])])
-    rows.weight = nn.Parameter(weight, requires_grad=False)
+    def _learn(self, seconds: float, share: float) -> None:
+        memory = _MEMORY if self._level_s else 1.0
+        self._level_s += memory * (seconds - self._level_s)
+        self._yield += memory * (share - self._yield)
+
+
+def _quick_linear_maker(device: torch.device, dtype: torch.dtype, kernels: Kernels | None) -> MakeLinear:
+    make = linear_maker(device, dtype, kernels)
+
+    def make_quick(linear: nn.Linear) -> nn.Module:
+        if kernels and linear.in_features % BLOCK == 0:
+            attach(linear, QuantisedWeight.nearest(linear.weight))
+        return make(linear)
+
+    return make_quick
+
+
+def _rows_of(lm_head: nn.Linear, vocabulary: Tensor) -> nn.Linear:
+    """The lm_head for some tokens, then one column that stands for all others, then what fills a group."""
+    num_rows = -(-(len(vocabulary) + 1) // GROUP) * GROUP
+    rows = nn.Linear(lm_head.in_features, num_rows, bias=lm_head.bias is not None, device="meta")
+    fill = 0, num_rows - len(vocabulary)
+    rows.weight = nn.Parameter(pad(lm_head.weight[vocabulary], (0, 0, *fill)), requires_grad=False)
     if lm_head.bias is not None:
-        bias = torch.cat([lm_head.bias[vocabulary], torch.zeros_like(lm_head.bias[:1])])
-        rows.bias = nn.Parameter(bias, requires_grad=False)
-    return linear_maker(weight.device, weight.dtype, None)(rows)
+        rows.bias = nn.Parameter(pad(lm_head.bias[vocabulary], fill), requires_grad=False)
+    return rows

@@ -53,7 +53,7 @@ class SelfDrafter:
         self._sampler = sampler
         self._cache = cache
         self._width = shape[0]
-        self._heads = HeadsDrafter(target, sampler, heads, shape[1:], beam, floor) if heads else None
+        self._heads = HeadsDrafter(target, sampler, heads, shape[1:], beam, floor, pace) if heads else None
         self._pace = pace
         self._pass_s = 0.0
 
