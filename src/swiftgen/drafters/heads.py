@@ -128,10 +128,12 @@ class HeadsDrafter:
         states = state.expand(len(nodes), -1)
         joint = [chance * tree.chances[node] for node in nodes]
         for depth, width in enumerate(self._widths, start=1):
-            if not nodes or tree.depths[nodes[0]] >= tree.max_depth or not self._is_worth_a_level(sum(joint)):
+            if not nodes or tree.depths[nodes[0]] >= tree.max_depth:
+                return
+            parents = sum(joint)
+            if depth > 1 and not self._is_worth_a_level(parents):  # whether to draft at all is the planner's
                 return
             begin_s = time.perf_counter()
-            parents = sum(joint)
             states, logits = self._heads.step(states, [tree.tokens[n] for n in nodes], depth, self._target)
             position = len(history) + tree.depths[nodes[0]]
             windows = history.windows(tree, self._sampler.W, nodes)
