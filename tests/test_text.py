@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from swiftgen.document import Document, read_tokens, run_folder
 from swiftgen.errors import SwiftgenError
 from swiftgen.text import TextStream
+from test_document import manifest, step
 
 SAMPLE = "Zoë wrote: 日本語の本 👩‍👩‍👧‍👦 ﷽ naïve – \u202eabc\u202c x\u0301\r\n\tend \x00\ufffd"
 
@@ -150,3 +152,34 @@ def test_real_tokenizer_any_tokens(real_tokenizer: Any, data: st.DataObject) -> 
 def test_real_tokenizer_sample(real_tokenizer: Any) -> None:
     ids = real_tokenizer.encode(SAMPLE, add_special_tokens=False)
     assert stream(real_tokenizer, ids) == SAMPLE
+
+
+SCRIPTS = {
+    "Chinese": "日本語の本を読む。漢字𠮷野家",
+    "emoji": "a👍🏽b 👩‍👩‍👧‍👦🇳🇴 ☕️",
+    "combining marks": "x\u0301\u0323 e\u0301 नि ก็ \u1112\u1161\u11ab",
+    "right to left": "שלום \u202eabc\u202c ﷽ العربية",
+    "mixed": SAMPLE,
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("name", ["byte-level", "llama 2", "gemma"])
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_no_part_of_a_character_reaches_the_disk(name: str, script: str, chunk: int, tmp_path: Path) -> None:
+    tokenizer = TOKENIZERS[name]
+    ids = tokenizer.encode(SCRIPTS[script], add_special_tokens=False).ids
+    whole = tokenizer.decode(ids, skip_special_tokens=True)
+    path, text = tmp_path / "book.txt", TextStream(tokenizer)
+    num_held_back = 0
+    with Document.create(path, manifest(), [5, 6, 7]) as document:
+        for begin in range(0, len(ids), chunk):
+            part = text.push(ids[begin : begin + chunk])
+            document.append(step(ids[begin : begin + chunk], part))
+            num_held_back += not part
+            assert whole.startswith(path.read_bytes().decode("utf-8"))  # strict: half a character is an error
+        document.append(step([], text.finish()))
+        document.finish("length")
+    assert path.read_bytes() == whole.encode()
+    assert read_tokens(run_folder(path))[3:] == ids
+    assert chunk > 1 or num_held_back > 3

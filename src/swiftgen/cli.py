@@ -17,6 +17,7 @@ from swiftgen.cli_heads import heads_app, train_heads
 from swiftgen.errors import SwiftgenError
 from swiftgen.stdout import ReaderGone
 
+_MAX_CHARACTERS = 1_000  # of a line on stderr; what comes from outside may be a megabyte
 EXIT_READER_GONE = 141  # what a shell reports for a program that SIGPIPE ended
 
 _PROMPT, _LENGTH, _DRAFT, _DISPLAY = "Prompt", "Length and output", "Model and sampling", "Display"
@@ -74,6 +75,8 @@ def _report(message: str, hint: str) -> None:
 def _one_line(text: str) -> str:
     """Paths and keys come from outside: nothing in them may break the line or reach the terminal raw."""
     joined = " ".join(text.split())
+    if len(joined) > _MAX_CHARACTERS:
+        joined = f"{joined[: _MAX_CHARACTERS // 2]} ... {joined[-_MAX_CHARACTERS // 2 :]}"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in joined)
 
 

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from swiftgen.architectures import check_supported, model_class
-from swiftgen.errors import SwiftgenError
+from swiftgen.errors import SwiftgenError, first_line
 from swiftgen.model_store import building, cache_folder, need_space
 from swiftgen.quantised import save_quantised
 from swiftgen.sources import ResolvedSource
@@ -64,11 +64,6 @@ def quiet_transformers() -> Iterator[None]:
         hf_logging.set_verbosity(verbosity)
         if had_bars:
             hf_logging.enable_progress_bar()
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an exception's text, or its type if it has none."""
-    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
 
 
 def _convert(gguf: Path, dtype: torch.dtype, target: Path) -> None:

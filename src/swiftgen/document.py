@@ -81,6 +81,8 @@ def check_output(path: Path, force: bool) -> None:
             raise SwiftgenError(
                 f"{path}: names ending in {RUN_SUFFIX} are kept for run folders", "name a text file"
             )
+        if any("\ud800" <= character <= "\udfff" for character in path.name):
+            raise SwiftgenError(f"{path}: the name is not UTF-8", "choose another name")
         if not path.parent.is_dir():
             raise SwiftgenError(f"the folder {path.parent} does not exist", "create it first")
         if not os.access(path.parent, os.W_OK | os.X_OK):
@@ -150,6 +152,7 @@ class Document:
                 write_manifest(staging, manifest)
                 write_synced(staging / TOKENS_NAME, packed(prompt_ids))
                 write_synced(staging / STEPS_NAME, b"")
+                sync_folder(staging)  # else a power cut may take the names of files that are on the disk
                 if force:
                     _remove_document(path)
                 staging.rename(run_folder(path))

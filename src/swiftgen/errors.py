@@ -1,4 +1,4 @@
-"""The one exception that users see as a single line."""
+"""The one exception that users see as a single line, and how others become part of one."""
 
 from __future__ import annotations
 
@@ -17,3 +17,8 @@ class SwiftgenError(Exception):
         self.message = message
         self.hint = hint
         self.exit_code = exit_code
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an exception's text, or its type if it has none."""
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__

@@ -8,17 +8,20 @@ the files that have them.
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from swiftgen.errors import SwiftgenError
+from swiftgen.errors import SwiftgenError, first_line
 from swiftgen.heads import KINDS, DraftHeads, LinearHeads, new_heads
 from swiftgen.sources import hub_file, is_hub_id
 from swiftgen.storage import replace_file
@@ -28,6 +31,7 @@ _INDEX_FILE = "model.safetensors.index.json"
 _REFERENCE_NAME = re.compile(
     r"(?:model\.)?medusa_layers\.(\d+)\.(linear|input_layernorm|post_layernorm)\.weight"
 )
+_MAX_HEADS = 100
 _REFERENCE_PARTS = {"linear", "input_layernorm", "post_layernorm"}
 
 
@@ -83,11 +87,11 @@ def load_heads(path: str | Path) -> tuple[DraftHeads, HeadsInfo]:
     Raises:
         SwiftgenError: if there are none at `path`, or they are damaged.
     """
-    place = Path(path).expanduser()
-    file = place / WEIGHTS_FILE if place.is_dir() else place
-    if file.is_file():
+    place = Path(os.path.expanduser(path))
+    file = place / WEIGHTS_FILE if os.path.isdir(place) else place
+    if os.path.isfile(file):
         return _load_own(file)
-    if place.is_dir():
+    if os.path.isdir(place):
         return read_reference(place)
     if is_hub_id(str(path)):
         return read_reference(str(path))
@@ -109,8 +113,12 @@ def check_heads(heads: DraftHeads, info: HeadsInfo, path: str, hidden_size: int,
             f"the heads in {path} are for {info.vocab_size:,} tokens, the model has {vocab_size:,}", belong
         )
     ids = heads.vocabulary
-    if ids is not None and not (len(ids) and int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
+    if ids is not None and not (_are_ids(ids) and int(ids.min()) >= 0 and int(ids.max()) < vocab_size):
         raise _damaged(path, "its draft vocabulary has tokens the model does not know")
+
+
+def _are_ids(tensor: Tensor) -> bool:
+    return tensor.dim() == 1 and len(tensor) > 0 and tensor.dtype in (torch.int32, torch.int64)
 
 
 def describe_heads(heads: DraftHeads, info: HeadsInfo) -> str:
@@ -144,18 +152,22 @@ def _load_own(file: Path) -> tuple[DraftHeads, HeadsInfo]:
                 f"{file} is not a swiftgen heads file (kind {kind or 'missing'!r})",
                 f"known kinds: {', '.join(KINDS)}",
             )
-        heads = new_heads(
-            kind,
-            int(metadata["hidden_size"]),
-            int(metadata["num_heads"]),
-            float(metadata["eps"]),
-            vocabulary=state.get("vocabulary"),
-            **json.loads(metadata["options"]),
-        )
+        num_heads, eps = int(metadata["num_heads"]), float(metadata["eps"])
+        if not 1 <= num_heads <= _MAX_HEADS or not 0 <= eps < math.inf:
+            raise ValueError(f"num_heads is {num_heads}, eps is {eps}")
+        with torch.device("meta"):  # sizes that the file only claims take no memory
+            heads = new_heads(
+                kind,
+                int(metadata["hidden_size"]),
+                num_heads,
+                eps,
+                vocabulary=state.get("vocabulary"),
+                **json.loads(metadata["options"]),
+            )
         heads.load_state_dict(state, assign=True)  # in their own dtype
         return heads, _info(metadata)
-    except (OSError, SafetensorError, KeyError, ValueError, TypeError, RuntimeError) as error:
-        raise _damaged(file, str(error).splitlines()[0]) from error
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError, RuntimeError, OverflowError) as error:
+        raise _damaged(file, first_line(error)) from error
 
 
 def _info(metadata: Mapping[str, str]) -> HeadsInfo:
@@ -188,9 +200,12 @@ def read_reference(source: str | Path, revision: str | None = None) -> tuple[Lin
             with safe_open(file, framework="pt") as handle:
                 tensors |= {n: handle.get_tensor(n) for n in _head_names(handle.keys())}
         except (OSError, SafetensorError) as error:
-            raise _damaged(file, str(error).splitlines()[0]) from error
-    heads = _assemble(tensors, float(config.get("rms_norm_eps", 1e-6)), str(source))
-    vocab_size = int(config.get("vocab_size", 0))
+            raise _damaged(file, first_line(error)) from error
+    try:
+        eps, vocab_size = float(config.get("rms_norm_eps", 1e-6)), int(config.get("vocab_size", 0))
+    except (ValueError, TypeError, OverflowError) as error:
+        raise _damaged(config_file, first_line(error)) from error
+    heads = _assemble(tensors, eps, str(source))
     return heads, HeadsInfo(base_model=str(source), vocab_size=vocab_size, data="published checkpoint")
 
 
@@ -222,10 +237,16 @@ def _assemble(tensors: Mapping[str, Tensor], eps: float, source: str) -> LinearH
         assert match is not None
         state[f"heads.{match[1]}.{match[2]}.weight"] = tensor
     num_heads = 1 + max(int(name.split(".")[1]) for name in state)
+    if num_heads > _MAX_HEADS:
+        raise _damaged(source, f"it has a head {num_heads - 1:,}")
     wanted = {f"heads.{i}.{part}.weight" for i in range(num_heads) for part in _REFERENCE_PARTS}
     if missing := sorted(wanted - state.keys()):
         raise SwiftgenError(f"{source} is incomplete: it lacks {missing[0]}")
-    heads = LinearHeads(state["heads.0.linear.weight"].shape[0], num_heads, eps)
+    weight = state["heads.0.linear.weight"]
+    if weight.dim() != 2:
+        raise _damaged(source, "its linear layers are no matrices")
+    with torch.device("meta"):
+        heads = LinearHeads(weight.shape[0], num_heads, eps)
     try:
         heads.load_state_dict(state, assign=True)  # in their own dtype
     except RuntimeError as error:
@@ -236,7 +257,7 @@ def _assemble(tensors: Mapping[str, Tensor], eps: float, source: str) -> LinearH
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise _damaged(file, "it is not JSON") from error
     if not isinstance(data, dict):
         raise _damaged(file, "it is not a JSON object")

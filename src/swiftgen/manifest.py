@@ -8,14 +8,13 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import yaml
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from swiftgen import __version__ as swiftgen_version
 from swiftgen.errors import SwiftgenError
-from swiftgen.preset_files import dump_yaml
+from swiftgen.preset_files import YamlError, dump_yaml, read_yaml
 from swiftgen.storage import replace_file
 
 MANIFEST_NAME = "run.yaml"
@@ -151,10 +150,10 @@ def read_manifest(folder: Path) -> Manifest:
                 f"{path} is damaged: its checksum is another",
                 "if you changed it on purpose, remove its second line, which holds the checksum",
             )
-        data: Any = yaml.safe_load(content.decode("utf-8"))
+        data = read_yaml(content.decode("utf-8"))[1]
     except OSError as error:
         raise SwiftgenError(f"cannot read {path}: {error.strerror or error}", hint) from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, or an impossible date
+    except (YamlError, UnicodeDecodeError) as error:
         raise SwiftgenError(f"{path} is damaged: it is not YAML", hint) from error
     if isinstance(data, Mapping) and isinstance(data.get("format"), int) and data["format"] > 1:
         raise SwiftgenError(f"{path} was written by a newer swiftgen", "update swiftgen")

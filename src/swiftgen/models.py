@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from swiftgen.architectures import SUPPORTED, check_supported, model_class, yarn_config
-from swiftgen.conversion import converted_copy, first_line, quiet_transformers
+from swiftgen.conversion import converted_copy, quiet_transformers
 from swiftgen.devices import free_bytes, resolve_device, resolve_dtype
-from swiftgen.errors import SwiftgenError
+from swiftgen.errors import SwiftgenError, first_line
 from swiftgen.limits import MemoryEstimate, check_length, check_memory, estimate_memory
 from swiftgen.presets import Preset
 from swiftgen.quantised import attach_quantised, quantised_bytes
@@ -239,14 +239,17 @@ def _num_params(folder: Path) -> int:
     """Parameters stored in the safetensors files, by their headers."""
     total = 0
     for name in shards(folder):
-        header = json.loads(read_header(folder / name))
-        total += sum(math.prod(entry["shape"]) for key, entry in header.items() if key != "__metadata__")
+        try:
+            header = json.loads(read_header(folder / name))
+            total += sum(math.prod(entry["shape"]) for key, entry in header.items() if key != "__metadata__")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise SwiftgenError(f"{folder / name} is damaged", "Fetch or copy the model again.") from error
     return total
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return data if isinstance(data, dict) else None

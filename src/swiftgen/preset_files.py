@@ -7,6 +7,7 @@ place it was written at, so that `presets.py` can say in one line what is wrong 
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,9 @@ import yaml
 from swiftgen.errors import SwiftgenError
 
 YAML_SUFFIXES = (".yaml", ".yml")
+_MAX_DEPTH = 100
+_MAX_DIGITS = 1_000  # more than 4,300 Python does not even print
+_MAX_VALUES = 1_000_000
 
 # PyYAML follows YAML 1.1, where 2e-4 is text because it has no dot. The YAML 1.2 form is what people write.
 _YAML_12_FLOAT = re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
@@ -48,6 +52,19 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+class YamlError(Exception):
+    """A text that is not YAML, or that is none we take.
+
+    Args:
+        problem: what is wrong, in one line.
+        line: counted from 1; None if the parser does not say.
+    """
+
+    def __init__(self, problem: str, line: int | None = None) -> None:
+        super().__init__(problem)
+        self.line = line
+
+
 class _Dumper(yaml.SafeDumper):
     """Safe dumper that quotes exactly the texts `_Loader` would read as something else."""
 
@@ -59,13 +76,37 @@ _Dumper.add_representer(
 )
 
 
+def read_yaml(text: str) -> tuple[yaml.Node | None, Any]:
+    """What a YAML text says, and its syntax tree; None twice if it says nothing.
+
+    Raises:
+        YamlError: it is not YAML, names a key twice, or is too large once its aliases are followed.
+    """
+    try:
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return None, None
+        if _num_values(root, {}) > _MAX_VALUES:
+            raise yaml.YAMLError("it is too large once its aliases are followed")
+        return root, loader.construct_document(root)
+    except RecursionError as error:
+        raise YamlError("it is nested too deeply") from error
+    except Exception as error:  # PyYAML checks few values that have a tag: `!!int ""` is an IndexError
+        mark = getattr(error, "problem_mark", None)
+        problem = getattr(error, "problem", None) or next(iter(str(error).splitlines()), "")
+        is_said = isinstance(error, (yaml.YAMLError, ValueError)) and problem
+        line = mark.line + 1 if mark is not None else None
+        raise YamlError(problem if is_said else "a value does not fit its tag", line) from error
+
+
 def parse_scalar(text: str) -> Any:
     """The value of a YAML scalar or flow list such as `0.1`, `null` or `[1, 3, 3, 3]`.
 
     Raises:
-        yaml.YAMLError, ValueError: if the text is not YAML (ValueError: an impossible date).
+        YamlError: if the text is not YAML.
     """
-    return yaml.load(text, Loader=_Loader)  # a SafeLoader
+    return read_yaml(text)[1]
 
 
 def dump_yaml(data: Mapping[str, Any]) -> str:
@@ -85,15 +126,11 @@ def read_entries(path: Path) -> dict[str, Entry]:
         raise SwiftgenError(f"cannot read the preset {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise SwiftgenError(f"{path}: a preset must be UTF-8 text (byte {error.start} is not)") from error
-    root: yaml.Node | None = None
-    data: Any = None
     try:
-        loader = _Loader(text)
-        root = loader.get_single_node()
-        if root is not None:
-            data = loader.construct_document(root)
-    except (yaml.YAMLError, ValueError) as error:
-        raise SwiftgenError(f"{path}{_line_of(error)}: {_problem_of(error)}", "Fix the YAML.") from error
+        root, data = read_yaml(text)
+    except YamlError as error:
+        line = f", line {error.line}" if error.line else ""
+        raise SwiftgenError(f"{path}{line}: {error}", "Fix the YAML.") from error
     if root is None or not isinstance(data, dict):
         raise SwiftgenError(f"{path}: a preset must be a YAML mapping such as `k: 20`")
     return dict(_flatten(data, root, path, prefix=""))
@@ -135,8 +172,8 @@ def find_preset(reference: str | Path, known: Mapping[str, Path], folder: Path |
     """
     text = str(reference)
     if isinstance(reference, Path) or text.endswith(YAML_SUFFIXES) or "/" in text or "\\" in text:
-        path = (folder or Path()) / Path(reference).expanduser()
-        if not path.is_file():
+        path = (folder or Path()) / os.path.expanduser(reference)
+        if not os.path.isfile(path):
             raise SwiftgenError(
                 f"there is no preset file {path}", "`swiftgen presets` lists the built-in ones."
             )
@@ -157,9 +194,10 @@ def nearest(word: str, candidates: Iterable[str]) -> list[str]:
 def _flatten(
     data: Mapping[Any, Any], node: yaml.Node, path: Path, prefix: str
 ) -> Iterable[tuple[str, Entry]]:
-    key_nodes = {key_node.value: (key_node, value_node) for key_node, value_node in node.value}
+    pairs = [pair for pair in node.value if isinstance(pair[0], yaml.ScalarNode)]
+    key_nodes = {key_node.value: (key_node, value_node) for key_node, value_node in pairs}
     for key, value in data.items():
-        if not isinstance(key, str):
+        if not isinstance(key, str) or key not in key_nodes:
             raise SwiftgenError(f"{path}: the key {key!r} is not text")
         key_node, value_node = key_nodes[key]
         # Settings are two levels deep at most; the limit stops a YAML alias that contains itself.
@@ -170,10 +208,18 @@ def _flatten(
             yield prefix + key, Entry(value, where, path.parent)
 
 
-def _line_of(error: Exception) -> str:
-    mark = getattr(error, "problem_mark", None)
-    return f", line {mark.line + 1}" if mark is not None else ""
-
-
-def _problem_of(error: Exception) -> str:
-    return getattr(error, "problem", None) or str(error).splitlines()[0]
+def _num_values(node: yaml.Node, known: dict[int, int], depth: int = 0) -> int:
+    """Values below a node, every alias counted as what it stands for; one inside itself counts once."""
+    if depth > _MAX_DEPTH:
+        raise RecursionError
+    if isinstance(node, yaml.ScalarNode):
+        if node.tag.endswith(":int") and len(node.value) > _MAX_DIGITS:
+            raise yaml.MarkedYAMLError(problem="a number is too long", problem_mark=node.start_mark)
+        return 1
+    if id(node) not in known:
+        known[id(node)] = 0
+        parts = node.value
+        if isinstance(node, yaml.MappingNode):
+            parts = [part for pair in parts for part in pair]
+        known[id(node)] = 1 + sum(_num_values(part, known, depth + 1) for part in parts)
+    return known[id(node)]

@@ -9,13 +9,13 @@ Nothing here imports torch or transformers, so that `swiftgen --help` and `swift
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -27,7 +27,7 @@ from pydantic import (
 )
 
 from swiftgen.errors import SwiftgenError
-from swiftgen.preset_files import Entry, dump_yaml, find_preset, nearest, parse_scalar, read_chain
+from swiftgen.preset_files import Entry, YamlError, dump_yaml, find_preset, nearest, parse_scalar, read_chain
 
 DEFAULT_PRESET = "smollm2-135m"
 MAX_TREE_NODES = 1024
@@ -74,7 +74,7 @@ class SamplerSettings(_Strict):
     top_p: float = _setting(1.0, "a number above 0 and at most 1 (off)", gt=0, le=1)
     min_p: float = _setting(0.0, "a number from 0 (off) to 1", ge=0, le=1)
     eta: float = _setting(0.0, "a number from 0 (off) to 1", ge=0, le=1)
-    min_tokens_to_keep: int = _setting(1, "a whole number, 1 or more", ge=1)
+    min_tokens_to_keep: int = _setting(1, "a whole number from 1 to 100", ge=1, le=100)
 
 
 class Preset(_Strict):
@@ -87,9 +87,9 @@ class Preset(_Strict):
     draft: Literal["auto", "none", "paper", "heads", "ngram", "self"] = _setting(
         "auto", "auto, none, paper, heads, ngram or self"
     )
-    k: int = _setting(20, "a whole number, 0 (off) or more", ge=0)
+    k: int = _setting(20, "a whole number from 0 (off) to 1,000", ge=0, le=1000)
     ngram: int = _setting(4, "a whole number from 2 to 8", ge=2, le=8)
-    W: int = _setting(1024, "a whole number of tokens, 0 (off) or more", ge=0)
+    W: int = _setting(1024, "a whole number of tokens from 0 (off) to 2,147,483,647", ge=0, le=2**31 - 1)
     theta: float = _setting(1.2, "a number above 0; 1.0 is off", gt=0)
     tree: Tree = _setting(
         (1, 3, 3, 3), f"a list of 1 to 8 whole numbers from 1 to 32, at most {MAX_TREE_NODES} nodes in all"
@@ -189,7 +189,7 @@ def parse_override(text: str) -> tuple[str, Any]:
         return key, None if raw in ("", "null", "~") else raw
     try:
         return key, parse_scalar(raw)
-    except (yaml.YAMLError, ValueError) as error:
+    except YamlError as error:
         raise SwiftgenError(f"--set {text!r}: the value is not valid YAML") from error
 
 
@@ -211,7 +211,7 @@ def _beside_the_preset(entry: Entry) -> Entry:
     if entry.folder is None or not isinstance(entry.value, str) or not entry.value:
         return entry
     path = entry.folder / entry.value
-    return replace(entry, value=str(path)) if path.exists() else entry
+    return replace(entry, value=str(path)) if os.path.exists(path) else entry
 
 
 @cache

@@ -7,6 +7,7 @@ stopped writes. Everything is checked before anything is changed.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +82,8 @@ def _resume(request: ResumeRequest, lock: BaseFileLock) -> int:
             f"{run_folder(run.path)} is the run folder of {manifest.text_file}",
             "give the text file and its folder that name",
         )
+    if os.path.lexists(run.path) and not run.path.is_file():
+        raise SwiftgenError(f"{run.path} is not a regular file", "move it away")
     check = check_log(run)
     num_tokens = request.num_tokens or manifest.num_tokens
     can_grow = manifest.stop_reason == "length" and num_tokens > num_there

