@@ -211,9 +211,16 @@ def test_what_is_written_is_read_in_passes_that_agree_and_with_progress(
     passes: list[tuple[int, int | None]] = []
     forward = Target.forward
 
-    def counting(self: Target, tree: Any, position: int, cache: Any, num_rows: int | None = None) -> Any:  # noqa: F811
+    def counting(
+        self: Target,
+        tree: Any,
+        position: int,
+        cache: Any,  # noqa: F811
+        num_rows: int | None = None,
+        **options: Any,
+    ) -> Any:
         passes.append((len(tree), num_rows))
-        return forward(self, tree, position, cache, num_rows)
+        return forward(self, tree, position, cache, num_rows, **options)
 
     monkeypatch.setattr(Target, "forward", counting)
     seen: list[tuple[int, int]] = []
