@@ -40,7 +40,8 @@ SOURCES = (
 PLACEHOLDERS = {"src/swiftgen/drafters/yours.py", "presets/name.yaml"}
 # Of pip and of tests/bench_decode.py.
 OTHER_PROGRAMS_OPTIONS = {
-    *("--no-deps", "--text", "--prompts", "--repeats", "--ask", "--mix", "--drafts", "--no-generate")
+    *("--no-deps", "--text", "--prompts", "--repeats", "--ask", "--mix", "--drafts", "--no-generate"),
+    *("--tiny", "--kills"),
 }
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
