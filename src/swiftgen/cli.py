@@ -22,6 +22,32 @@ EXIT_READER_GONE = 141  # what a shell reports for a program that SIGPIPE ended
 
 _PROMPT, _LENGTH, _DRAFT, _DISPLAY = "Prompt", "Length and output", "Model and sampling", "Display"
 
+# Options that several commands have.
+_Prompt = Annotated[
+    str | None,
+    typer.Option("--prompt", "-p", metavar="TEXT", help="The prompt.", rich_help_panel=_PROMPT),
+]
+_PromptFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Read the prompt from a UTF-8 file.", rich_help_panel=_PROMPT),
+]
+_Chat = Annotated[
+    bool | None,
+    typer.Option(
+        "--chat/--raw",
+        help="Answer the prompt as a chat, or continue it as it is. Default: as the preset says.",
+        rich_help_panel=_PROMPT,
+    ),
+]
+_PresetName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME|FILE",
+        help="Model and settings; `swiftgen presets` lists them. Default: smollm2-135m.",
+        rich_help_panel=_DRAFT,
+    ),
+]
+
 app = typer.Typer(
     name="swiftgen",
     help="Write very long documents with a local language model, fast, and exactly as plain decoding would.",
@@ -105,22 +131,9 @@ def write(
         str | None, typer.Argument(metavar="-", help="Read the prompt from stdin.", show_default=False)
     ] = None,
     *,
-    prompt: Annotated[
-        str | None,
-        typer.Option("--prompt", "-p", metavar="TEXT", help="The prompt.", rich_help_panel=_PROMPT),
-    ] = None,
-    prompt_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Read the prompt from a UTF-8 file.", rich_help_panel=_PROMPT),
-    ] = None,
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--raw",
-            help="Answer the prompt as a chat, or continue it as it is. Default: as the preset says.",
-            rich_help_panel=_PROMPT,
-        ),
-    ] = None,
+    prompt: _Prompt = None,
+    prompt_file: _PromptFile = None,
+    chat: _Chat = None,
     system: Annotated[
         str | None,
         typer.Option(metavar="TEXT", help="System prompt of the chat.", rich_help_panel=_PROMPT),
@@ -157,14 +170,7 @@ def write(
             rich_help_panel=_LENGTH,
         ),
     ] = "warn",
-    preset: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|FILE",
-            help="Model and settings; `swiftgen presets` lists them. Default: smollm2-135m.",
-            rich_help_panel=_DRAFT,
-        ),
-    ] = None,
+    preset: _PresetName = None,
     seed: Annotated[
         int,
         typer.Option(
@@ -391,30 +397,10 @@ def compare(
     force: Annotated[
         bool, typer.Option("--force", help="Replace a report in DIR.", rich_help_panel=_LENGTH)
     ] = False,
-    prompt: Annotated[
-        str | None,
-        typer.Option("--prompt", "-p", metavar="TEXT", help="The prompt.", rich_help_panel=_PROMPT),
-    ] = None,
-    prompt_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Read the prompt from a UTF-8 file.", rich_help_panel=_PROMPT),
-    ] = None,
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            "--chat/--raw",
-            help="Answer the prompt as a chat, or continue it as it is. Default: as the preset says.",
-            rich_help_panel=_PROMPT,
-        ),
-    ] = None,
-    preset: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|FILE",
-            help="Model and settings; `swiftgen presets` lists them. Default: smollm2-135m.",
-            rich_help_panel=_DRAFT,
-        ),
-    ] = None,
+    prompt: _Prompt = None,
+    prompt_file: _PromptFile = None,
+    chat: _Chat = None,
+    preset: _PresetName = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(
