@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from swiftgen.architectures import head_dim
 from swiftgen.native import Kernels
 
 FILE_NAME = "quantised.safetensors"
@@ -123,9 +124,9 @@ class QuantisedLinear(nn.Module):
         return out
 
     @staticmethod
-    def fits(weight: QuantisedWeight | None) -> bool:
+    def fits(weight: QuantisedWeight) -> bool:
         """Whether the kernels can compute with a weight."""
-        return weight is not None and weight.scales.shape[0] % GROUP == 0
+        return weight.scales.shape[0] % GROUP == 0
 
 
 def _grouped(blocks: Tensor) -> Tensor:
@@ -222,10 +223,10 @@ def _gguf_name(name: str, tensors: Mapping[str, Any]) -> str:
 
 def _llama_rows(num_rows: int, config: Any) -> Tensor:
     """llama.cpp keeps the rows of a q or k head in another order, for its own way to rotate them."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    if num_rows % head_dim:
+    width = head_dim(config)
+    if num_rows % width:
         return torch.arange(num_rows)
-    return torch.arange(num_rows).view(-1, head_dim // 2, 2).transpose(1, 2).flatten()
+    return torch.arange(num_rows).view(-1, width // 2, 2).transpose(1, 2).flatten()
 
 
 def _read(tensor: Any) -> QuantisedWeight | None:

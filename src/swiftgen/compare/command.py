@@ -28,8 +28,8 @@ from swiftgen.manifest import installed_versions, now_utc
 from swiftgen.presets import load_preset
 from swiftgen.prompts import read_prompt
 from swiftgen.stdout import write_stdout
+from swiftgen.write import EXIT_INTERRUPTED, MAX_SEED
 
-EXIT_INTERRUPTED = 130
 _FOREIGN = {
     "hf": "Hugging Face transformers, generate",
     "hf-lookup": "Hugging Face transformers, generate with prompt lookup",
@@ -281,7 +281,7 @@ def _parse_seeds(text: str) -> list[int]:
         seeds = [int(seed) for seed in text.split(",")]
     except ValueError:
         seeds = []
-    if not seeds or min(seeds) < 0 or max(seeds) >= 2**63 or len(set(seeds)) < len(seeds):
+    if not seeds or min(seeds) < 0 or max(seeds) > MAX_SEED or len(set(seeds)) < len(seeds):
         raise SwiftgenError(
             f"--seeds is {text!r}", "allowed are different whole numbers, 0 or more: --seeds 1,2,3"
         )

@@ -115,25 +115,21 @@ def run_in_turns(
         first = turn % len(contenders)
         for contender in [*contenders[first:], *contenders[:first]]:
             if contender in left:
-                measure = partial(_measured, contender, num_tokens, seed, device, on_tokens)
-                attempt(contender, partial(_hand_over, measure, on_run))
-
-
-def _hand_over(measure: Callable[[], Run], on_run: Callable[[Run], object]) -> None:
-    on_run(measure())
+                attempt(contender, partial(_measure, contender, num_tokens, seed, device, on_tokens, on_run))
 
 
 def _ignore(event: StepEvent) -> None:
     """What the steps of a warm-up are for."""
 
 
-def _measured(
+def _measure(
     contender: Contender,
     num_tokens: int,
     seed: int,
     device: torch.device,
     on_tokens: Callable[[str, int], object],
-) -> Run:
+    on_run: Callable[[Run], object],
+) -> None:
     metrics = RunMetrics()
     lengths = mark_lengths(num_tokens)
     marks: list[Mark] = []
@@ -152,7 +148,7 @@ def _measured(
     if len(marks) < len(lengths):
         raise SwiftgenError(f"{contender.name} ended after {len(token_ids):,} of {num_tokens:,} tokens")
     prefill_s = metrics.snapshot().prefill_s
-    return Run(contender.name, seed, prefill_s, memory.grown_bytes(), tuple(marks), token_ids)
+    on_run(Run(contender.name, seed, prefill_s, memory.grown_bytes(), tuple(marks), token_ids))
 
 
 def _mark(snapshot: MetricsSnapshot) -> Mark:
