@@ -2,8 +2,8 @@
 
 At a few rows a pass spends more time starting operations than computing. A fused layer does what the
 model's own does with one matrix product for q, k and v, one for gate and up, and three operations for
-RoPE. The model's classes stay as they are; only loaded modules are replaced, and only where they have
-the parts expected here (Llama, Mistral, Qwen2, Qwen3).
+RoPE. The model's classes stay as they are; only loaded modules are replaced, and only where their class is
+known to compute this, with the parts expected here (Llama, Mistral, Qwen2, Qwen3).
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from swiftgen.attention import TreePass, attend
-from swiftgen.linear import MakeLinear
+from swiftgen.linear import MakeLinear, is_plain
 from swiftgen.native import DecoderLayer, Heads, Kernels
 from swiftgen.quantised import QuantisedLinear, QuantisedWeight, attach, quantised_of
 
+_PLAIN_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+"""Classes whose `forward` is the plain one: others have the same parts and scale a sum, or leave RoPE out."""
 _PARTS = {
     "": {"input_layernorm", "post_attention_layernorm", "self_attn", "mlp"},
     "self_attn": {"q_proj", "k_proj", "v_proj", "o_proj"},
@@ -219,6 +221,10 @@ def _is_silu(act: nn.Module) -> bool:
 
 
 def _fits(layer: nn.Module) -> bool:
+    if type(layer).__name__ not in _PLAIN_LAYERS:
+        return False
+    if not all(is_plain(module) for name, module in layer.named_modules() if name.endswith("_proj")):
+        return False
     for name, parts in _PARTS.items():
         found = {child for child, _ in layer.get_submodule(name).named_children()}
         if not parts <= found <= parts | _OPTIONAL:

@@ -54,6 +54,8 @@ def linear_maker(device: torch.device, dtype: torch.dtype, kernels: Kernels | No
     packs = can_pack(device, dtype)
 
     def make(linear: nn.Linear) -> nn.Module:
+        if not is_plain(linear):
+            return linear
         weight = quantised_of(linear)
         if kernels and weight and QuantisedLinear.fits(weight):
             return QuantisedLinear(weight, linear.bias, kernels)
@@ -62,10 +64,19 @@ def linear_maker(device: torch.device, dtype: torch.dtype, kernels: Kernels | No
     return make
 
 
+def is_plain(linear: nn.Module) -> bool:
+    """Whether a layer is a matrix and nothing else: neither quantised by a library nor spread over ranks.
+
+    Any other computes in its own way, and is left as it is.
+    """
+    has_own_forward = "forward" in vars(linear)  # as libraries put in the place of that of the class
+    return type(linear) is nn.Linear and type(linear.weight) is nn.Parameter and not has_own_forward
+
+
 def replace_linears(module: nn.Module, make: MakeLinear) -> None:
-    """Replace every `nn.Linear` below `module`; the plain weights are dropped."""
+    """Replace every plain `nn.Linear` below `module`; its weight is dropped."""
     for name, child in module.named_children():
-        if type(child) is nn.Linear:
+        if isinstance(child, nn.Linear):
             setattr(module, name, make(child))
         else:
             replace_linears(child, make)
