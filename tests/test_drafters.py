@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from swiftgen.cache import PartialCache
+from swiftgen.drafters import ngram
 from swiftgen.drafters.base import Committed, Drafter, Pace
 from swiftgen.drafters.heads import OVERCONFIDENCE, HeadsDrafter, ReadyHeads
 from swiftgen.drafters.ngram import NgramDrafter, NgramTable
@@ -103,6 +104,19 @@ class TestNgramTable:
             table.extend([token])
             assert max(map(len, table._best.values()), default=0) <= 4
         assert len(table._entries) > 150  # there was much to choose from
+
+    def test_of_too_many_the_rarer_and_older_are_forgotten(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(ngram, "MAX_GRAMS", 100)
+        table = NgramTable(2, 3, seed=0)
+        table.extend([1, 2, 1, 2, 1, 2])
+        for token in range(10, 1_000):
+            table.extend([token])
+            assert len(table._entries) <= 100
+        assert table.most_frequent(1)[0] == (2,)
+        assert not table.most_frequent(10)
+        assert table.most_frequent(998) == [(999,)]
+        at_hand = [(first, *rest) for first in table._best for rest in table.most_frequent(first)]
+        assert set(at_hand) <= set(table._entries)
 
 
 class TestNgramDrafter:

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from swiftgen.drafters import lookup
 from swiftgen.drafters.base import Committed
 from swiftgen.drafters.lookup import (
     KEY_LENGTHS,
@@ -13,6 +14,7 @@ from swiftgen.drafters.lookup import (
     MAX_MATCH,
     NUM_LOOKED_AT,
     NUM_PLACES,
+    NUM_SLOTS,
     LookupDrafter,
 )
 from swiftgen.sampling import History
@@ -93,8 +95,13 @@ def test_a_repeated_token_is_drafted_again_and_again():
     assert 1 <= len(chain) <= MAX_DRAFT
 
 
+@pytest.mark.parametrize("num_slots", [NUM_SLOTS, 64])
 @pytest.mark.parametrize("alphabet", [2, 5, 40])
-def test_places_and_matches_are_those_of_a_search(alphabet: int):
+def test_places_and_matches_are_those_of_a_search(
+    alphabet: int, num_slots: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(lookup, "NUM_SLOTS", num_slots)  # few, so that keys share them
+    monkeypatch.setattr(lookup, "_MAX_LINKS", 400)
     rng = random.Random(alphabet)
     text = [rng.randrange(alphabet) for _ in range(400)]
     drafter = LookupDrafter()

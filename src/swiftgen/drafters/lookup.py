@@ -2,13 +2,15 @@
 
 Prompt lookup over prompt and output. Places are found by the last few tokens, through chains of earlier
 occurrences as in LZ77, and a match is then measured backwards: constant work per token and per step, however
-long the text is.
+long the text is. Memory: the text and two links a token, 12 bytes together, and tables of a fixed size, in
+which several keys may share a slot: a chain then leads past places of other keys.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import islice
 
 from swiftgen.drafters.base import Committed
 from swiftgen.sampling import History
@@ -18,8 +20,11 @@ SOURCE = "lookup"
 KEY_LENGTHS = (4, 2)
 """A place is found by this many last tokens; the shorter only where the longer finds none."""
 NUM_PLACES, NUM_LOOKED_AT, MAX_MATCH = 3, 16, 64
+NUM_SLOTS = 2**18
+"""For the latest place of each key."""
 MAX_DRAFT = 48
 """Tokens drafted from one place, about twice the match at most."""
+_MAX_LINKS = 4 * NUM_LOOKED_AT
 _RIVAL = 0.3  # chance of what followed at the second place, against the first
 
 
@@ -30,9 +35,9 @@ class LookupDrafter:
     max_nodes = NUM_PLACES * MAX_DRAFT
 
     def __init__(self) -> None:
-        self._ids = array("q")
-        self._latest: dict[tuple[int, ...], int] = {}
-        self._before = {length: array("q") for length in KEY_LENGTHS}
+        self._ids = array("i")
+        self._latest = {length: array("i", bytes(4 * NUM_SLOTS)) for length in KEY_LENGTHS}
+        self._before = {length: array("i") for length in KEY_LENGTHS}
 
     def propose(self, tree: DraftTree, history: History) -> None:
         """Add a chain for each of the best places."""
@@ -52,21 +57,24 @@ class LookupDrafter:
         for token in committed.token_ids:
             self._ids.append(token)
             for length, before in self._before.items():
-                key = tuple(self._ids[-length:])
-                before.append(self._latest.get(key, 0))
-                if len(key) == length:
-                    self._latest[key] = len(self._ids)
+                latest = self._latest[length]
+                slot = hash(tuple(self._ids[-length:])) % NUM_SLOTS  # the same in every process
+                before.append(latest[slot])
+                if len(self._ids) >= length:
+                    latest[slot] = len(self._ids)
 
     def _places(self) -> list[int]:
         """Positions of tokens that may follow, the latest first: the last tokens stand before each."""
         for length in KEY_LENGTHS:
-            if places := list(self._chain(self._before[length])):
+            key = self._ids[-length:]
+            found = (place for place in self._chain(length) if self._ids[place - length : place] == key)
+            if places := list(islice(found, NUM_LOOKED_AT)):
                 return places
         return []
 
-    def _chain(self, before: Sequence[int]) -> Iterator[int]:
-        place = len(self._ids)
-        for _ in range(NUM_LOOKED_AT):
+    def _chain(self, length: int) -> Iterator[int]:
+        before, place = self._before[length], len(self._ids)
+        for _ in range(_MAX_LINKS):
             place = before[place - 1] if place else 0
             if not place:
                 return

@@ -16,14 +16,19 @@ from swiftgen.sampling import History
 from swiftgen.tree import DraftTree
 
 SOURCE = "ngram"
+MAX_GRAMS = 2**17
+"""Different n-grams that are counted; a text of so many tokens has no more."""
 Gram = tuple[int, ...]
+Rank = tuple[int, float]
+"""Minus the count, then a lot: smaller is better."""
 
 
 class NgramTable:
     """Counts of all n-grams, and for each first token the k most frequent ones at hand.
 
     Among equally frequent n-grams the choice is random but fixed by the seed. An update costs O(log k)
-    comparisons, however long the text is.
+    comparisons, however long the text is. When there are more than `MAX_GRAMS`, the rarer half is forgotten,
+    of equally frequent ones those that came first.
 
     Args:
         n, k: Length of the n-grams, and how many are kept at hand for a first token.
@@ -33,8 +38,8 @@ class NgramTable:
         self._k = k
         self._random = Random(seed)
         self._window: deque[int] = deque(maxlen=n)
-        self._entries: dict[Gram, tuple[int, float]] = {}  # (-count, lot): smaller is better
-        self._best: dict[int, list[tuple[tuple[int, float], Gram]]] = {}
+        self._entries: dict[Gram, Rank] = {}
+        self._best: dict[int, list[tuple[Rank, Gram]]] = {}
 
     def extend(self, token_ids: Iterable[int]) -> None:
         """Count the n-grams that end with these tokens."""
@@ -51,6 +56,11 @@ class NgramTable:
         old = self._entries.get(gram)
         new = (old[0] - 1, old[1]) if old else (-1, self._random.random())
         self._entries[gram] = new
+        self._keep_at_hand(gram, old, new)
+        if len(self._entries) > MAX_GRAMS:
+            self._forget()
+
+    def _keep_at_hand(self, gram: Gram, old: Rank | None, new: Rank) -> None:
         best = self._best.setdefault(gram[0], [])
         if old:
             place = bisect_left(best, (old, gram))
@@ -58,6 +68,14 @@ class NgramTable:
                 del best[place]
         insort(best, (new, gram))
         del best[self._k :]
+
+    def _forget(self) -> None:
+        rarest_first = sorted(self._entries, key=lambda gram: -self._entries[gram][0])
+        for gram in rarest_first[: len(rarest_first) // 2]:
+            del self._entries[gram]
+        self._best.clear()
+        for gram, rank in self._entries.items():
+            self._keep_at_hand(gram, None, rank)
 
 
 class NgramDrafter:
