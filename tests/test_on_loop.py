@@ -1,4 +1,4 @@
-"""Loops while writing: the display, and `write --on-loop` with a tiny model that goes round in a circle."""
+"""Loops while writing: the display, and `--on-loop` with a tiny model that goes round in a circle."""
 
 from __future__ import annotations
 
@@ -136,6 +136,26 @@ def test_a_run_can_end_in_a_loop_and_be_resumed(write: Write, draft: str) -> Non
     assert (tokens_of_the_book(), Path("book.txt").read_text("utf-8")) == (whole, text)
 
 
+def test_a_resumed_run_ends_in_a_new_loop_and_goes_on_in_a_known_one(write: Write) -> None:
+    assert write("-q").code == 0
+    whole = tokens_of_the_book()
+    assert write("-q", "--on-loop", "stop", "--draft", "none").code == 0
+    stopped = tokens_of_the_book()
+    assert write("-q", "--draft", "none", "-n", str(len(stopped) - 9)).code == 0
+    longer = ["-q", "book.txt", "--tokens", str(NUM_TOKENS), "--on-loop", "stop"]
+    result = write(*longer, command="resume")
+    assert (result.code, result.err.splitlines()[0].split(":")[0][:15]) == (0, "stopped in a lo")
+    assert tokens_of_the_book() == stopped
+    assert write(*longer, command="resume") == Outcome(0, "", "")
+    assert tokens_of_the_book() == whole
+
+
+def test_a_resumed_run_can_ignore_a_loop(write: Write) -> None:
+    assert write("-q", "--on-loop", "stop").code == 0
+    result = write("book.txt", "--on-loop", "ignore", "--json", command="resume")
+    assert (result.code, "warning" in result.err, json.loads(result.out)["num_loops"]) == (0, False, 0)
+
+
 def test_a_loop_can_be_ignored(write: Write) -> None:
     result = write("--on-loop", "ignore", "--json")
     assert (result.code, len(tokens_of_the_book())) == (0, NUM_TOKENS)
@@ -158,9 +178,9 @@ def test_quiet_says_no_more_than_that_the_run_has_ended(write: Write) -> None:
 
 
 def test_another_word_is_refused(write: Write) -> None:
-    assert write("--on-loop", "halt") == Outcome(
-        2, "", "error: --on-loop is 'halt'\nhint: allowed are warn, stop, ignore\n"
-    )
+    refused = Outcome(2, "", "error: --on-loop is 'halt'\nhint: allowed are warn, stop, ignore\n")
+    assert write("--on-loop", "halt") == refused
+    assert write("book.txt", "--on-loop", "halt", command="resume") == refused
 
 
 def test_the_figures_on_disk_have_the_loop(write: Write) -> None:

@@ -328,6 +328,15 @@ def test_a_complete_run_says_so_and_stays(document: Path, call: Call) -> None:
     assert contents(document) == before
 
 
+def test_the_text_of_a_complete_run_that_is_gone_is_written_again(
+    document: Path, written: Path, call: Call
+) -> None:
+    document.unlink()
+    result = call("resume", document)
+    assert (result.code, "is complete: 150 tokens" in result.err) == (0, True)
+    assert_same(document, written)
+
+
 def test_a_text_that_the_model_ended_is_complete_for_good(
     preset_file: Path,  # noqa: F811
     engine: Engine,

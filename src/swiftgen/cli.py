@@ -39,6 +39,14 @@ _Chat = Annotated[
         rich_help_panel=_PROMPT,
     ),
 ]
+_OnLoop = Annotated[
+    str,
+    typer.Option(
+        metavar="WHAT",
+        help="When the text goes round in a circle: warn, stop (the run; all is kept) or ignore it.",
+        rich_help_panel=_LENGTH,
+    ),
+]
 _PresetName = Annotated[
     str | None,
     typer.Option(
@@ -162,14 +170,7 @@ def write(
             rich_help_panel=_LENGTH,
         ),
     ] = False,
-    on_loop: Annotated[
-        str,
-        typer.Option(
-            metavar="WHAT",
-            help="When the text goes round in a circle: warn, stop (the run; all is kept) or ignore it.",
-            rich_help_panel=_LENGTH,
-        ),
-    ] = "warn",
+    on_loop: _OnLoop = "warn",
     preset: _PresetName = None,
     seed: Annotated[
         int,
@@ -272,6 +273,7 @@ def resume(
             show_default=False,
         ),
     ] = None,
+    on_loop: _OnLoop = "warn",
     anyway: Annotated[
         bool,
         typer.Option("--anyway", help="Go on though the model or its arithmetic is another; it is recorded."),
@@ -293,7 +295,7 @@ def resume(
     from swiftgen.resume import ResumeRequest
     from swiftgen.resume import resume as resume_document
 
-    return resume_document(ResumeRequest(document, tokens, anyway, quiet, json))
+    return resume_document(ResumeRequest(document, tokens, anyway, quiet, json, on_loop))
 
 
 @app.command()

@@ -37,7 +37,7 @@ from swiftgen.runs import (
 from swiftgen.stdout import write_stdout
 from swiftgen.stopping import StopSignals
 from swiftgen.storage import disk_errors
-from swiftgen.write import EXIT_INTERRUPTED, Job, reporter_for, run_job
+from swiftgen.write import EXIT_INTERRUPTED, Job, check_on_loop, reporter_for, run_job
 
 if TYPE_CHECKING:
     from swiftgen.engine import Engine
@@ -54,6 +54,7 @@ class ResumeRequest:
     anyway: bool
     quiet: bool
     json: bool
+    on_loop: str = "warn"  # one of write.ON_LOOP
 
 
 def resume(request: ResumeRequest) -> int:
@@ -65,6 +66,7 @@ def resume(request: ResumeRequest) -> int:
     """
     if request.num_tokens is not None and request.num_tokens < 1:
         raise SwiftgenError(f"--tokens is {request.num_tokens}", "ask for at least 1 token")
+    check_on_loop(request.on_loop)
     folder = existing_run_folder(request.document)
     with disk_errors(folder, "write"):
         lock = lock_run(folder, request.document)
@@ -87,7 +89,7 @@ def _resume(request: ResumeRequest, lock: BaseFileLock) -> int:
     check = check_log(run)
     num_tokens = request.num_tokens or manifest.num_tokens
     can_grow = manifest.stop_reason == "length" and num_tokens > num_there
-    if manifest.status == "complete" and check.is_uncut and not can_grow:
+    if manifest.status == "complete" and check.is_uncut and not can_grow and run.path.exists():
         return _say_complete(request, run, manifest)
     if num_tokens < num_there:
         raise SwiftgenError(
@@ -117,7 +119,7 @@ def _continue(
         check_token_ids(run, engine.opened.config.vocab_size)
         text, finished = texts_of(run, engine.tokenizer)
         check_text(run, check, text, finished)
-        metrics = RunMetrics(written=run.written)
+        metrics = RunMetrics(written=run.written, find_loops=request.on_loop != "ignore")
         if end := _end_reached(run, engine, num_tokens):
             manifest = manifest.model_copy(update={"num_tokens": num_tokens})
             with _reopen(request, manifest, finished, finished, metrics, lock) as document:
@@ -133,7 +135,8 @@ def _continue(
     except KeyboardInterrupt as interrupt:
         print("interrupted: nothing was written", file=sys.stderr)
         return int(getattr(interrupt, "exit_code", EXIT_INTERRUPTED))
-    job = Job(run.prompt_ids, run.written, num_tokens, manifest.seed, run.path, request.json)
+    stop_in_loop = request.on_loop == "stop"
+    job = Job(run.prompt_ids, run.written, num_tokens, manifest.seed, run.path, request.json, stop_in_loop)
     with document:
         return run_job(job, engine, metrics, document, reporter_for(run.path, request.quiet), signals)
 

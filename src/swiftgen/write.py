@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from swiftgen.document import Document, check_output, how_to_resume
 from swiftgen.errors import SwiftgenError
+from swiftgen.loops import Loop
 from swiftgen.manifest import COMPLETE_REASONS, Manifest, installed_versions, now_utc
 from swiftgen.metrics import MetricsSnapshot, RunMetrics
 from swiftgen.presets import load_preset
@@ -58,7 +59,8 @@ class Job:
         num_tokens: Planned, without the prompt.
         output: None is stdout.
         json: Whether to end with a line of JSON.
-        stop_in_loop: Whether to end the run when the text has begun to go round in a circle.
+        stop_in_loop: Whether to end the run when the text has begun to go round in a circle; a loop that it
+            was in before goes on.
     """
 
     prompt_ids: Sequence[int]
@@ -94,8 +96,7 @@ def write(request: WriteRequest) -> int:
         raise SwiftgenError(f"--tokens is {request.num_tokens}", "ask for at least 1 token")
     if not 0 <= request.seed <= MAX_SEED:
         raise SwiftgenError(f"--seed is {request.seed}", f"allowed is a whole number from 0 to {MAX_SEED}")
-    if request.on_loop not in ON_LOOP:
-        raise SwiftgenError(f"--on-loop is {request.on_loop!r}", f"allowed are {', '.join(ON_LOOP)}")
+    check_on_loop(request.on_loop)
     prompt = read_prompt(request.prompt, request.prompt_file, request.prompt_from_stdin)
     preset = load_preset(request.preset, request.overrides)
     if request.output is not None:
@@ -124,6 +125,12 @@ def write(request: WriteRequest) -> int:
             return run_job(job, engine, metrics, opened, reporter, signals)
 
 
+def check_on_loop(what: str) -> None:
+    """Raises SwiftgenError unless it is one of ON_LOOP."""
+    if what not in ON_LOOP:
+        raise SwiftgenError(f"--on-loop is {what!r}", f"allowed are {', '.join(ON_LOOP)}")
+
+
 def run_job(
     job: Job, engine: Engine, metrics: RunMetrics, sink: Sink, reporter: Reporter, signals: StopSignals
 ) -> int:
@@ -140,6 +147,7 @@ def run_job(
         reporter.prefill(done_tokens, total_tokens)
 
     stop_reason, exit_code = "interrupted", 0
+    known_loop = metrics.loop
     try:
         with signals.deferred():
             reporter.start(
@@ -157,7 +165,7 @@ def run_job(
                 sink.append(event)
                 stop_reason = event.stop_reason or stop_reason
                 signals.check()
-                if job.stop_in_loop and metrics.loop and not event.stop_reason:
+                if job.stop_in_loop and _is_new(metrics.loop, known_loop) and not event.stop_reason:
                     stop_reason = "loop"
                     break
                 reporter.step(event, metrics)
@@ -187,6 +195,10 @@ def run_job(
         if job.output is not None:
             print(f"go on with {how_to_resume(job.output)}", file=sys.stderr)
     return exit_code
+
+
+def _is_new(loop: Loop | None, known: Loop | None) -> bool:
+    return loop is not None and (known is None or loop.start != known.start)
 
 
 def _open_sink(
