@@ -31,7 +31,7 @@ from swiftgen.errors import SwiftgenError
 from swiftgen.locks import LOCK_NAME, check_unlocked, lock_run
 from swiftgen.manifest import MANIFEST_NAME, Manifest, now_utc, read_manifest, write_manifest
 from swiftgen.metrics import RunMetrics
-from swiftgen.storage import AppendFile, disk_errors, sync_folder, write_synced
+from swiftgen.storage import AppendFile, disk_errors, read_regular, sync_folder, write_synced
 
 if TYPE_CHECKING:
     from swiftgen.decode import StepEvent
@@ -63,7 +63,7 @@ def read_tokens(folder: Path) -> list[int]:
     """
     path = folder / TOKENS_NAME
     with disk_errors(path, "read"):
-        data = path.read_bytes()
+        data = read_regular(path, follow_links=False)
     count = len(data) // TOKEN_BYTES
     return list(struct.unpack_from(f"<{count}I", data))
 

@@ -93,7 +93,7 @@ def load_heads(path: str | Path) -> tuple[DraftHeads, HeadsInfo]:
         return _load_own(file)
     if os.path.isdir(place):
         return read_reference(place)
-    if is_hub_id(str(path)):
+    if is_hub_id(str(path)) and not os.path.lexists(place):
         return read_reference(str(path))
     raise SwiftgenError(
         f"no draft heads at {path}", f"give a folder with {WEIGHTS_FILE} or set `heads: null`"

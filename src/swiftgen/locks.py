@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import filelock
 
 from swiftgen.errors import SwiftgenError
+from swiftgen.storage import check_regular
 
 LOCK_NAME = ".lock"
 
@@ -22,9 +24,12 @@ def lock_run(folder: Path, path: Path) -> filelock.BaseFileLock:
 
     Raises:
         SwiftgenError: another process is writing it.
-        OSError: the folder is not writable.
+        OSError: the folder is not writable, or its lock is no regular file.
     """
-    lock = filelock.FileLock(folder / LOCK_NAME)
+    file = folder / LOCK_NAME
+    if os.path.lexists(file):
+        check_regular(file, follow_links=False)  # opening another empties it
+    lock = filelock.FileLock(file)
     try:
         lock.acquire(timeout=0)
     except filelock.Timeout as error:
@@ -36,5 +41,5 @@ def lock_run(folder: Path, path: Path) -> filelock.BaseFileLock:
 
 def check_unlocked(folder: Path, path: Path) -> None:
     """Raises SwiftgenError if another process is writing the run; leaves no trace."""
-    if (folder / LOCK_NAME).exists():
+    if os.path.lexists(folder / LOCK_NAME):
         lock_run(folder, path).release()

@@ -15,7 +15,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, JsonValue, Val
 from swiftgen import __version__ as swiftgen_version
 from swiftgen.errors import SwiftgenError
 from swiftgen.preset_files import YamlError, dump_yaml, read_yaml
-from swiftgen.storage import replace_file
+from swiftgen.storage import read_regular, replace_file
 
 MANIFEST_NAME = "run.yaml"
 COMPLETE_REASONS = ("length", "eos")
@@ -143,7 +143,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST_NAME
     hint = "the folder belongs to no run of swiftgen, or its file was changed by hand"
     try:
-        content = path.read_bytes()
+        content = read_regular(path, follow_links=False)
         checked = _CHECKED.match(content)
         if checked and zlib.crc32(content[checked.end() :]) != int(checked[1], 16):
             raise SwiftgenError(

@@ -174,9 +174,8 @@ def find_preset(reference: str | Path, known: Mapping[str, Path], folder: Path |
     if isinstance(reference, Path) or text.endswith(YAML_SUFFIXES) or "/" in text or "\\" in text:
         path = (folder or Path()) / os.path.expanduser(reference)
         if not os.path.isfile(path):
-            raise SwiftgenError(
-                f"there is no preset file {path}", "`swiftgen presets` lists the built-in ones."
-            )
+            problem = f"{path} is not a file" if os.path.exists(path) else f"there is no preset file {path}"
+            raise SwiftgenError(problem, "`swiftgen presets` lists the built-in ones.")
         return path
     if text in known:
         return known[text]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from swiftgen.errors import SwiftgenError
+from swiftgen.storage import read_regular
 
 DEFAULT_PROMPT = "Write a long story about a lighthouse keeper who finds a letter that the sea has brought."
 
@@ -61,10 +62,16 @@ def _valid_text(text: str) -> str:
 
 def _read_file(file: Path) -> bytes:
     try:
-        return file.read_bytes()
+        return file.read_bytes() if _is_open_pipe(file) else read_regular(file)
     except (OSError, ValueError) as error:  # ValueError: a NUL character in the name
         reason = getattr(error, "strerror", None) or error
         raise SwiftgenError(f"cannot read the prompt file {file}: {reason}", _GIVE_ONE) from error
+
+
+def _is_open_pipe(file: Path) -> bool:
+    """Whether it is a pipe of this process, as `<(command)` gives; one with a name might never be written."""
+    is_descriptor = os.path.abspath(file).startswith(("/dev/fd/", "/dev/stdin", "/proc/self/fd/"))
+    return is_descriptor and stat.S_ISFIFO(os.stat(file).st_mode)
 
 
 def _read_stdin() -> bytes:

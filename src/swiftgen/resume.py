@@ -84,7 +84,7 @@ def _resume(request: ResumeRequest, lock: BaseFileLock) -> int:
             f"{run_folder(run.path)} is the run folder of {manifest.text_file}",
             "give the text file and its folder that name",
         )
-    if os.path.lexists(run.path) and not run.path.is_file():
+    if os.path.lexists(run.path) and (run.path.is_symlink() or not run.path.is_file()):
         raise SwiftgenError(f"{run.path} is not a regular file", "move it away")
     check = check_log(run)
     num_tokens = request.num_tokens or manifest.num_tokens

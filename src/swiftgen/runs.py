@@ -18,7 +18,7 @@ from swiftgen.document import STEPS_NAME, TOKEN_BYTES, TOKENS_NAME, packed, read
 from swiftgen.errors import SwiftgenError
 from swiftgen.manifest import MANIFEST_NAME, Manifest, ModelRecord, read_manifest
 from swiftgen.presets import Preset
-from swiftgen.storage import disk_errors
+from swiftgen.storage import disk_errors, read_regular
 
 if TYPE_CHECKING:
     from swiftgen.engine import Engine
@@ -146,7 +146,7 @@ def check_text(run: RecordedRun, check: LogCheck, text: str, finished: str) -> N
     if check.num_sound == len(run.token_ids) or not run.path.exists():
         return
     with disk_errors(run.path, "read"):
-        actual = run.path.read_bytes()
+        actual = read_regular(run.path)
     if not (finished.encode().startswith(actual) or actual.startswith(text.encode())):
         log, size_bytes = run_folder(run.path) / TOKENS_NAME, TOKEN_BYTES * check.num_sound
         raise SwiftgenError(
@@ -167,7 +167,8 @@ def _checksums(run: RecordedRun) -> Iterator[tuple[int, int]]:
     """What steps.jsonl says of the log, in its order: (bytes, their CRC-32)."""
     path = run_folder(run.path) / STEPS_NAME
     with disk_errors(path, "read"):
-        lines = path.read_bytes().split(b"\n")[:-1]  # what follows the last line break is half a record
+        data = read_regular(path, follow_links=False)
+    lines = data.split(b"\n")[:-1]  # what follows the last line break is half a record
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
@@ -247,7 +248,7 @@ def align_text(path: Path, wanted: str, finished: str) -> Path | None:
         SwiftgenError: the disk fails or is full.
     """
     with disk_errors(path, "write"):
-        former = path.read_bytes() if path.exists() else b""
+        former = read_regular(path) if path.exists() else b""
         new = wanted.encode()
         if former == new and path.exists():
             return None

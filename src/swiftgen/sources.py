@@ -106,7 +106,15 @@ def _folder(path: Path, source: str) -> ResolvedSource:
         hint = f"Name one of its GGUF files, e.g. {ggufs[0]}." if ggufs else "It is not a model folder."
         raise SwiftgenError(f"{path} has no config.json", hint)
     check_weights(path)
+    _check_no_pipes(path)
     return ResolvedSource("folder", path, source, _folder_fingerprint(path))
+
+
+def _check_no_pipes(folder: Path) -> None:
+    """Refuses what a reader would wait for: pipes, sockets, devices."""
+    for path in folder.iterdir():
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise SwiftgenError(f"{path} is not a regular file", "Move it away.")
 
 
 def check_weights(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,10 +23,14 @@ class AppendFile:
 
     Args:
         whole_bytes: how much of a content is whole records; what is left of another is cut off.
+
+    Raises:
+        OSError: there is no regular file, or it cannot be written.
     """
 
     def __init__(self, path: Path, whole_bytes: Callable[[bytes], int] = len) -> None:
         self.path = path
+        check_regular(path, follow_links=False)
         self._file = FileIO(path, "r+")
         data = self._file.readall()
         if whole_bytes(data) < len(data):
@@ -80,6 +85,27 @@ class AppendFile:
     def close(self) -> None:
         """Closes the file; what still waits is dropped."""
         self._file.close()
+
+
+def read_regular(path: Path, *, follow_links: bool = True) -> bytes:
+    """All of a regular file. A pipe would be waited for, a device may never end.
+
+    Args:
+        follow_links: False refuses symbolic links: what is written later might be somebody else's file.
+
+    Raises:
+        OSError: it is something else, or cannot be read.
+    """
+    check_regular(path, follow_links=follow_links)
+    return path.read_bytes()
+
+
+def check_regular(path: Path, *, follow_links: bool = True) -> None:
+    """Raises OSError unless there is a regular file; see `read_regular`."""
+    mode = os.stat(path, follow_symlinks=follow_links).st_mode
+    if not stat.S_ISREG(mode):
+        what = "a symbolic link" if stat.S_ISLNK(mode) else "not a regular file"
+        raise OSError(errno.EINVAL, f"it is {what}", str(path))
 
 
 def write_synced(path: Path, data: bytes) -> None:

@@ -19,6 +19,7 @@ from swiftgen.errors import SwiftgenError
 from swiftgen.manifest import Manifest
 from swiftgen.runs import RecordedRun, arithmetic_record, check_token_ids, read_run
 from swiftgen.stdout import write_stdout
+from swiftgen.storage import read_regular
 
 if TYPE_CHECKING:
     from swiftgen.engine import Engine
@@ -145,7 +146,7 @@ def _text_problem(tokenizer: Any, run: RecordedRun) -> str:
     if manifest.status == "complete":
         expected += stream.finish()
     try:
-        actual = path.read_bytes()
+        actual = read_regular(path)
     except OSError as error:
         raise SwiftgenError(f"cannot read {path}: {error.strerror or error}") from error
     wanted = expected.encode("utf-8")
