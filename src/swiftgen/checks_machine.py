@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from swiftgen.attention import flash_attn_installed
+from swiftgen.crowding import use_allowed_cores
 from swiftgen.devices import free_bytes
 from swiftgen.errors import SwiftgenError
 from swiftgen.findings import Check, Finding
@@ -51,6 +52,7 @@ def processor() -> Finding:
 
 def threads() -> Finding:
     """Threads of PyTorch against the cores they may use."""
+    use_allowed_cores()
     number, cores = torch.get_num_threads(), usable_cores()
     text = f"{number} {'thread' if number == 1 else 'threads'}, {cores:g} of the machine's "
     text += f"{psutil.cpu_count()} cores may be used"

@@ -17,6 +17,7 @@ from swiftgen.alphabets import foreign_tokens
 from swiftgen.architectures import head_dim
 from swiftgen.attention import prefix_kernel
 from swiftgen.cache import BLOCK_TOKENS, FullCache, PartialCache
+from swiftgen.crowding import use_allowed_cores, watch_cores
 from swiftgen.decode import StepEvent, decode
 from swiftgen.drafters.base import Drafter, Pace
 from swiftgen.drafters.heads import HeadsDrafter, ReadyHeads
@@ -92,6 +93,7 @@ class Engine:
     """
 
     def __init__(self, preset: Preset) -> None:
+        use_allowed_cores()
         self.preset = preset
         self.opened = open_model(preset)
         self.tokenizer = self.opened.tokenizer
@@ -169,6 +171,8 @@ class Engine:
             heads, info = load_heads(preset.heads)
             check_heads(heads, info, preset.heads, config.hidden_size, config.vocab_size)
         self._ready = None  # before the new weights come
+        if opened.device.type == "cpu":
+            watch_cores()
         loaded = load_weights(opened, stretch_to)
         ready_heads = None
         if heads:
