@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -168,13 +169,61 @@ def test_with_a_compiler_that_does_not_tell_its_version_pytorch_computes(compile
     assert "could not build" in refusal().message
 
 
-def test_with_a_cache_folder_that_cannot_be_written_pytorch_computes(
-    cache: Path, compiler: Callable[[str], Path]
+@needs_kernels
+@pytest.mark.parametrize("case", ["a file in its place", "on a disk that takes nothing"])
+def test_with_a_cache_folder_that_cannot_be_written_the_library_is_of_this_run(
+    case: str,
+    cache: Path,
+    compiler: Callable[[str], Path],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    compiler("exit 0")
-    cache.write_text("a file in the place of the folder")
-    assert find() is None
-    refusal()
+    compiler(COPY)
+    if case == "a file in its place":
+        cache.write_text("x")
+    else:
+        monkeypatch.setenv("SWIFTGEN_CACHE", "/proc/swiftgen")
+    assert_built_for_this_run(caplog, "cannot write the model cache")
+
+
+@needs_kernels
+@pytest.mark.parametrize("shared", ["the folder", "its kernels", "the library"])
+def test_a_library_that_others_may_write_is_not_used(
+    shared: str, cache: Path, compiler: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+):
+    log = compiler(COPY)
+    assert find() is not None
+    (library,) = (cache / "kernels").iterdir()
+    library.write_bytes(b"of an intruder")
+    place = {"the folder": cache, "its kernels": cache / "kernels", "the library": library}[shared]
+    place.chmod(place.stat().st_mode | 0o002)
+    assert_built_for_this_run(caplog, f"others may write to {place}")
+    assert library.read_bytes() == b"of an intruder"
+    assert len(log.read_text().splitlines()) == 2 * 2  # the version and the build
+
+
+def assert_built_for_this_run(caplog: pytest.LogCaptureFixture, why: str) -> None:
+    before = set(Path(tempfile.gettempdir()).iterdir())
+    assert find("native") is not None
+    (record,) = caplog.records
+    assert why in record.getMessage()
+    assert "\n" not in record.getMessage()
+    assert not [
+        path for path in set(Path(tempfile.gettempdir()).iterdir()) - before if "swiftgen" in path.name
+    ]
+
+
+@needs_kernels
+def test_a_cache_folder_behind_a_link_is_used(
+    cache: Path, compiler: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+):
+    compiler(COPY)
+    place = cache.with_name("elsewhere")
+    place.mkdir()
+    cache.symlink_to(place)
+    assert find() is not None
+    assert len(built(place)) == 1
+    assert not caplog.records
 
 
 def test_a_compiler_is_asked_once_a_process_when_it_fails(compiler: Callable[[str], Path]):

@@ -16,7 +16,7 @@ from swiftgen.devices import free_bytes
 from swiftgen.errors import SwiftgenError
 from swiftgen.findings import Check, Finding
 from swiftgen.machine import processor_name, read_gb_per_s, usable_cores, vector_units
-from swiftgen.model_store import CACHE_VARIABLE, cache_folder
+from swiftgen.model_store import CACHE_VARIABLE, cache_folder, writable_by_others
 from swiftgen.native import found_compilers, kernels_for
 from swiftgen.wording import size
 
@@ -105,10 +105,8 @@ def native_kernels(device: torch.device) -> Finding:
         advice = (
             "Install g++ or clang++: without the native kernels a text is written at two thirds the speed."
         )
-        if compilers:  # it fails, or the cache folder does, which has a finding of its own
-            advice = (
-                "" if _cache_problem(cache_folder()) else "Set CXX to another C++ compiler, or repair it."
-            )
+        if compilers:
+            advice = "Set CXX to another C++ compiler, or repair it."
         return Finding(error.message, "note", advice, figures)
     return Finding(f"built · {compilers[0]}", figures=figures | {"built": True})
 
@@ -132,6 +130,12 @@ def cache() -> Finding:
     if problem:
         advice = f"Nothing new can be kept: repair it, or set {CACHE_VARIABLE} to another folder."
         return Finding(f"{folder} cannot be written: {problem}", "note", advice, figures)
+    if place := writable_by_others(folder):
+        figures["shared"] = str(place)
+        advice = (
+            f"Native kernels are not kept there. Take the right away (chmod go-w), or set {CACHE_VARIABLE}."
+        )
+        return Finding(f"{folder} · others may write to {place}", "note", advice, figures)
     free = shutil.disk_usage(_nearest(folder)).free
     figures["free_bytes"] = free
     text = f"{folder} · {size(free)} free"

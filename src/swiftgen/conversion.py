@@ -15,7 +15,7 @@ from rich.console import Console
 
 from swiftgen.architectures import check_supported, model_class
 from swiftgen.errors import SwiftgenError, first_line
-from swiftgen.model_store import building, cache_folder, need_space
+from swiftgen.model_store import building, cache_folder, cannot_write, need_space
 from swiftgen.quantised import save_quantised
 from swiftgen.sources import ResolvedSource
 
@@ -88,7 +88,10 @@ def _convert(gguf: Path, dtype: torch.dtype, target: Path) -> None:
     if info["missing_keys"]:
         raise SwiftgenError(f"{gguf} lacks weights of the model, e.g. {min(info['missing_keys'])}")
     need_space(sum(p.numel() * p.element_size() for p in model.parameters()), "the converted model")
-    with quiet_transformers():
-        model.save_pretrained(target)
-        tokenizer.save_pretrained(target)
-    save_quantised(gguf, model, config, target)
+    try:
+        with quiet_transformers():
+            model.save_pretrained(target)
+            tokenizer.save_pretrained(target)
+        save_quantised(gguf, model, config, target)
+    except Exception as error:  # safetensors and tokenizers have kinds of their own for a full disk
+        raise cannot_write(first_line(error)) from error

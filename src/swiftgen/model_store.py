@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -57,10 +58,50 @@ def building(target: Path) -> Iterator[Path]:
         ):
             yield Path(work)
     except OSError as error:
-        raise SwiftgenError(
-            f"cannot write the model cache {cache_folder()}: {error.strerror or error}",
-            f"Free some space, or set {CACHE_VARIABLE} to another folder.",
-        ) from error
+        raise cannot_write(error.strerror or str(error)) from error
+
+
+def cannot_write(reason: str) -> SwiftgenError:
+    """What to raise when the cache folder takes no more."""
+    return SwiftgenError(
+        f"cannot write the model cache {cache_folder()}: {reason}",
+        f"Free some space, or set {CACHE_VARIABLE} to another folder.",
+    )
+
+
+def writable_by_others(path: Path) -> Path | None:
+    """What others than its user may write of a path, so that they may change or replace the file there.
+
+    Links are followed. In a folder with the sticky bit (as /tmp has) others cannot replace a file.
+
+    Returns:
+        The file or a folder above it; None if there is nothing of the kind, or the system has no such rights.
+    """
+    if not hasattr(os, "getuid"):
+        return None
+    real = Path(os.path.realpath(path))
+    for place in (real, *real.parents):
+        try:
+            status = place.stat()
+        except OSError:  # it is not there yet
+            continue
+        shared = stat.S_IWOTH | (0 if _is_own_group(status.st_gid) else stat.S_IWGRP)
+        is_sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
+        if status.st_uid not in (0, os.getuid()) or (status.st_mode & shared and not is_sticky):
+            return place
+    return None
+
+
+def _is_own_group(gid: int) -> bool:
+    """Whether a group is that of this user alone, as many systems make one for each."""
+    import grp
+    import pwd
+
+    try:
+        user, group = pwd.getpwuid(os.getuid()), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return gid == user.pw_gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
 
 
 def need_space(num_bytes: int, what: str) -> None:

@@ -2,6 +2,7 @@
 where weights have few bits (`quantised.cpp`).
 
 They are built once, by the C++ compiler of the machine for its own processor, and kept in the cache folder.
+Where that cannot be written, or others may write to it, each process builds its own: a library is executed.
 Without a compiler the same is done by PyTorch operators, at about two thirds of the speed.
 """
 
@@ -15,6 +16,7 @@ import os
 import platform
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -26,7 +28,7 @@ from torch import Tensor
 from swiftgen.attention import cpu_flash, cpu_prefix
 from swiftgen.cache import CacheView
 from swiftgen.errors import SwiftgenError
-from swiftgen.model_store import building, cache_folder
+from swiftgen.model_store import building, cache_folder, writable_by_others
 
 MAX_HEAD_DIM = 512  # as in kernels.cpp
 _SOURCES = ("kernels.h", "kernels.cpp", "quantised.cpp", "layers.cpp", "sampling.cpp")
@@ -424,8 +426,6 @@ def _built() -> tuple[Kernels | None, str]:
     for compiler in found_compilers():
         try:
             return _built_by(compiler, sources), ""
-        except SwiftgenError as error:  # the cache folder
-            return None, error.message
         except (OSError, AttributeError, subprocess.SubprocessError) as error:
             output = getattr(error, "stderr", None) or str(error).encode()
             logger.info("the native kernels could not be built: %s", output.decode(errors="replace"))
@@ -438,8 +438,15 @@ def _built_by(compiler: str, sources: Mapping[str, str]) -> Kernels:
     described = "\n".join([*sources.values(), *_FLAGS, version.decode(errors="replace"), _processor()])
     build = hashlib.sha256(described.encode()).hexdigest()[:16]
     library = cache_folder() / "kernels" / f"{build}.so"
-    if not library.exists():
-        _build(compiler, sources, library)
+    try:
+        if place := writable_by_others(library):
+            raise SwiftgenError(f"others may write to {place}")
+        if not library.exists():
+            _build(compiler, sources, library)
+    except SwiftgenError as error:
+        logger.warning("the native kernels are built for this run alone: %s", error.message)
+        with tempfile.TemporaryDirectory(prefix="swiftgen-") as folder:
+            return Kernels(_compiled(compiler, sources, Path(folder)), build)
     try:
         return Kernels(library, build)
     except (OSError, AttributeError):
@@ -451,15 +458,20 @@ def _build(compiler: str, sources: Mapping[str, str], library: Path) -> None:
     with building(library) as work:
         if library.exists():
             return
-        for name, source in sources.items():
-            (work / name).write_text(source, encoding="utf-8")
-        made = work / library.name
-        files = [str(work / name) for name in sources if name.endswith(".cpp")]
-        command = [compiler, *_FLAGS, *files, "-o", str(made)]
-        subprocess.run(command, capture_output=True, timeout=_BUILD_TIMEOUT_S, check=True)
-        if not made.exists():
-            raise subprocess.SubprocessError(f"{compiler} wrote nothing")
-        made.replace(library)
+        _compiled(compiler, sources, work).replace(library)
+
+
+def _compiled(compiler: str, sources: Mapping[str, str], folder: Path) -> Path:
+    """The library, built in a folder."""
+    for name, source in sources.items():
+        (folder / name).write_text(source, encoding="utf-8")
+    made = folder / "kernels.so"
+    files = [str(folder / name) for name in sources if name.endswith(".cpp")]
+    command = [compiler, *_FLAGS, *files, "-o", str(made)]
+    subprocess.run(command, capture_output=True, timeout=_BUILD_TIMEOUT_S, check=True)
+    if not made.exists():
+        raise subprocess.SubprocessError(f"{compiler} wrote nothing")
+    return made
 
 
 def _compilers() -> Sequence[str]:
