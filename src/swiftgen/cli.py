@@ -15,6 +15,7 @@ import typer
 
 from swiftgen.cli_heads import heads_app, train_heads
 from swiftgen.errors import SwiftgenError
+from swiftgen.redaction import redacted
 from swiftgen.stdout import ReaderGone
 
 _MAX_CHARACTERS = 1_000  # of a line on stderr; what comes from outside may be a megabyte
@@ -62,6 +63,7 @@ app = typer.Typer(
     epilog="Begin with: swiftgen write --tokens 2000 -o book.txt",
     invoke_without_command=True,
     add_completion=False,
+    pretty_exceptions_show_locals=False,  # they may hold secrets
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -108,7 +110,7 @@ def _report(message: str, hint: str) -> None:
 
 def _one_line(text: str) -> str:
     """Paths and keys come from outside: nothing in them may break the line or reach the terminal raw."""
-    joined = " ".join(text.split())
+    joined = " ".join(redacted(text).split())
     if len(joined) > _MAX_CHARACTERS:
         joined = f"{joined[: _MAX_CHARACTERS // 2]} ... {joined[-_MAX_CHARACTERS // 2 :]}"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in joined)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from swiftgen.redaction import redacted
+
 
 class SwiftgenError(Exception):
-    """A failure the user can act on; the CLI prints it as one line plus a hint.
+    """A failure the user can act on; the CLI prints it as one line plus a hint. Secrets are left out.
 
     Args:
         message: what is wrong, in one line.
@@ -13,9 +15,9 @@ class SwiftgenError(Exception):
     """
 
     def __init__(self, message: str, hint: str = "", exit_code: int = 2) -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message = redacted(message)
+        self.hint = redacted(hint)
+        super().__init__(self.message)
         self.exit_code = exit_code
 
 

@@ -28,6 +28,7 @@ from pydantic import (
 
 from swiftgen.errors import SwiftgenError
 from swiftgen.preset_files import Entry, YamlError, dump_yaml, find_preset, nearest, parse_scalar, read_chain
+from swiftgen.redaction import has_secret
 
 DEFAULT_PRESET = "smollm2-135m"
 MAX_TREE_NODES = 1024
@@ -104,6 +105,19 @@ class Preset(_Strict):
     chat: bool = _setting(False, "true or false")
     system: str | None = _setting(None, "text or null")
     long_context: Literal["error", "yarn"] = _setting("error", "error or yarn")
+
+    @model_validator(mode="after")
+    def _check_no_secrets(self) -> Preset:
+        """Settings are kept in run.yaml and shown in reports."""
+        for key in _fields():
+            group, _, name = key.rpartition(".")
+            value = getattr(getattr(self, group) if group else self, name)
+            if isinstance(value, str) and has_secret(value):
+                raise ValueError(
+                    f"{key} holds a secret, which does not belong in a preset: log in with `hf auth login`, "
+                    "or set HF_TOKEN"
+                )
+        return self
 
     @model_validator(mode="after")
     def _check_together(self) -> Preset:

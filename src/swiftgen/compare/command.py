@@ -23,10 +23,11 @@ from swiftgen.compare.results import Comparison, standings_of, to_json
 from swiftgen.compare.sweep import Sweep, parse_sweep
 from swiftgen.compare.tables import describe
 from swiftgen.engine import Engine
-from swiftgen.errors import SwiftgenError
+from swiftgen.errors import SwiftgenError, first_line
 from swiftgen.manifest import installed_versions, now_utc
 from swiftgen.presets import load_preset
 from swiftgen.prompts import read_prompt
+from swiftgen.redaction import redacted
 from swiftgen.stdout import write_stdout
 from swiftgen.write import EXIT_INTERRUPTED, MAX_SEED
 
@@ -304,7 +305,7 @@ def _check_folder(folder: Path, force: bool) -> None:
 def _reason(error: Exception) -> str:
     if isinstance(error, SwiftgenError):
         return f"{error.message} ({error.hint})" if error.hint else error.message
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
+    return redacted(first_line(error))
 
 
 def _device_name(device: torch.device) -> str:
