@@ -83,6 +83,26 @@ inline void store_upto(T* p, vec v, int n) { n >= LANES ? store(p, v) : store_pa
 
 inline vec max(vec a, vec b) { return a > b ? a : b; }
 
+// e^x for x <= 88; 0 below -87 (float32 has no normal numbers there). Error below 2 units in the last place.
+template <class V>
+inline V exp(V x) {
+    using Ints = decltype(x < x);
+    const V clamped = x > -87.0f ? x : V{} - 87.0f;
+    const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    V n = clamped * 1.44269504f + shift;
+    const Ints exponent = (Ints)n << 23;
+    n -= shift;
+    const V r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
+    V p = V{} + 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    return x < -87.0f ? V{} : (V)((Ints)p + exponent);
+}
+
 // Numbers in float32: where they are, or in `scratch`.
 inline const float* as_floats(const float* p, int, float*) { return p; }
 inline const float* as_floats(const bf16* p, int count, float* scratch) {

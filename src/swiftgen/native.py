@@ -1,5 +1,5 @@
-"""CPU kernels written in C++: everything of a layer but its matrix products (`kernels.cpp`), and those too
-where weights have few bits (`quantised.cpp`).
+"""CPU kernels written in C++: everything of a layer but its matrix products (`attention.cpp`, `kernels.cpp`),
+and those too where weights have few bits (`quantised.cpp`).
 
 They are built once, by the C++ compiler of the machine for its own processor, and kept in the cache folder.
 Where that cannot be written, or others may write to it, each process builds its own: a library is executed.
@@ -30,8 +30,11 @@ from swiftgen.cache import CacheView
 from swiftgen.errors import SwiftgenError
 from swiftgen.model_store import building, cache_folder, writable_by_others
 
-MAX_HEAD_DIM = 512  # as in kernels.cpp
-_SOURCES = ("kernels.h", "kernels.cpp", "quantised.cpp", "layers.cpp", "sampling.cpp")
+MAX_HEAD_DIM = 512  # as in attention.cpp
+_SOURCES = (
+    *("kernels.h", "keys.h", "pairs.h"),
+    *("attention.cpp", "kernels.cpp", "quantised.cpp", "layers.cpp", "sampling.cpp"),
+)
 _FLAGS = ("-O3", "-march=native", "-std=gnu++17", "-ffp-contract=fast", "-fPIC", "-shared", "-fopenmp")
 _BUILD_TIMEOUT_S = 300
 

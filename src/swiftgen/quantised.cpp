@@ -122,27 +122,43 @@ inline __m512i weights_of(const uint8_t* codes, float scale, float minimum) {
 }
 
 inline void as_floats(const uint16_t* halves, float* out) {  // 16 of them
-    _mm512_store_ps(out, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)halves)));
+    _mm512_storeu_ps(out, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)halves)));
 }
+
+// Scales and minima of GROUP features in float32, [in / BLOCK][GROUP].
+struct Factors {
+    std::vector<float> scales, minima;
+
+    void read(const Weights& w, int feature) {
+        const int count = w.in / BLOCK * GROUP;
+        scales.resize(count);
+        minima.resize(count);
+        const long begin = place_of(w, feature, 0);
+        for (int i = 0; i < count; i += GROUP) {
+            as_floats(w.scales + begin + i, &scales[i]);
+            if (w.bits == 4) as_floats(w.minima + begin + i, &minima[i]);
+        }
+    }
+};
 
 // F features times R rows, 16 in all: sums[f * R + r]. The values of `x` lie as `looked_up` gives the weights.
 template <int BITS, int F, int R>
-inline void product(const bf16* x, const Weights& w, int feature, float* sums) {
+inline void product(const bf16* x, const Weights& w, int feature, const Factors& factors, float* sums) {
     static_assert(F * R == 16, "as many as sums_of takes");
     __m512 acc[F * R];
     for (int i = 0; i < F * R; ++i) acc[i] = _mm512_setzero_ps();
-    for (int b = 0; b < w.in / BLOCK; ++b) {
-        const long place = place_of(w, feature, b), group = place - feature % GROUP;
-        alignas(64) float scales[GROUP], minima[GROUP];
-        as_floats(w.scales + group, scales);
-        if (BITS == 4) as_floats(w.minima + group, minima);
-        for (int f = 0; f < F; ++f) {
-            const int i = feature % GROUP + f;
-            const __m512i weights = weights_of<BITS>(w.codes + (place + f) * code_bytes(BITS), scales[i], minima[i]);
-            for (int r = 0; r < R; ++r) {
-                const __m512i values = _mm512_loadu_si512(x + (long)r * w.in + b * BLOCK);
-                acc[f * R + r] = _mm512_dpbf16_ps(acc[f * R + r], (__m512bh)weights, (__m512bh)values);
-            }
+    const long group_bytes = (long)w.in / BLOCK * GROUP * code_bytes(BITS);
+    const float *scales = &factors.scales[feature % GROUP], *minima = &factors.minima[feature % GROUP];
+    for (int b = 0; b < w.in / BLOCK; ++b, scales += GROUP, minima += GROUP) {
+        const uint8_t* codes = w.codes + place_of(w, feature, b) * code_bytes(BITS);
+        // What the next group has at this place: few features at a time make strides that no processor foresees.
+        for (int i = 0; i < F * code_bytes(BITS); i += 64) __builtin_prefetch(codes + group_bytes + i);
+        __m512i weights[F];
+        for (int f = 0; f < F; ++f) weights[f] = weights_of<BITS>(codes + f * code_bytes(BITS), scales[f], minima[f]);
+        for (int r = 0; r < R; ++r) {
+            const __m512i values = _mm512_loadu_si512(x + (long)r * w.in + b * BLOCK);
+            for (int f = 0; f < F; ++f)
+                acc[f * R + r] = _mm512_dpbf16_ps(acc[f * R + r], (__m512bh)weights[f], (__m512bh)values);
         }
     }
     _mm512_storeu_ps(sums, sums_of(acc));
@@ -269,11 +285,16 @@ inline void pair_up(const bf16* x, const Weights& w, int rows, int i, uint32_t* 
 template <int F, int R, class X, class T>
 inline void features(const X* x, const Weights& w, T* out, int begin, int end) {
     float sums[F * R];
+#ifdef HAS_BF16_PRODUCTS
+    static thread_local Factors factors;
+#endif
     for (int feature = begin; feature < end; feature += F) {
 #ifdef HAS_BF16_PRODUCTS
-        if constexpr (std::is_same_v<X, bf16>)
-            w.bits == 4 ? product<4, F, R>(x, w, feature, sums) : product<8, F, R>(x, w, feature, sums);
-        else
+        if constexpr (std::is_same_v<X, bf16>) {
+            if (feature % GROUP == 0) factors.read(w, feature);
+            w.bits == 4 ? product<4, F, R>(x, w, feature, factors, sums)
+                        : product<8, F, R>(x, w, feature, factors, sums);
+        } else
 #endif
             product<T, F, R>(x, w, feature, sums);
         for (int f = 0; f < F; ++f)
@@ -292,7 +313,7 @@ void multiply(const X* x, const Weights& w, T* out, int rows, int begin, int end
         for (; rows >= R; rows -= R, x += (long)R * w.in, out += (long)R * w.out)
             features<SUMS / R, R>(x, w, out, begin, end);
     };
-    if constexpr (SUMS >= 16) take(std::integral_constant<int, 16>{});
+
     take(std::integral_constant<int, 8>{});
     take(std::integral_constant<int, 4>{});
     take(std::integral_constant<int, 2>{});

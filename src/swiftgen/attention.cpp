@@ -1,0 +1,187 @@
+// Attention of a pass: RoPE, the KV cache, and sums over the keys. Built and called by native.py.
+//
+// Every number of a row is computed by the same instructions in the same order, however many rows there are and
+// wherever the row lies among them; a key that a row does not see adds an exact zero. So a draft tree gives
+// each of its rows the bits that plain decoding gives, without any wider arithmetic.
+
+#include <type_traits>
+
+#include "pairs.h"
+
+namespace {
+
+constexpr int SPAN_UNIT = 128;  // a prefix is cut into at most MAX_SPANS spans of a multiple of this many keys
+constexpr int MAX_SPANS = 8;
+constexpr int MAX_HEAD_DIM = 512;
+
+}  // namespace
+
+extern "C" {
+
+int swiftgen_padded_rows(int rows) { return (rows + LANES - 1) / LANES * LANES; }
+
+// Keys of a span of the prefix; depends on nothing but its length.
+static int span_of(int prefix) {
+    return (prefix + SPAN_UNIT * MAX_SPANS - 1) / (SPAN_UNIT * MAX_SPANS) * SPAN_UNIT;
+}
+static int num_spans(int prefix) { return prefix ? (prefix + span_of(prefix) - 1) / span_of(prefix) : 0; }
+
+// Room for a query, in float32 and in pairs.
+static int64_t query_floats(int head_dim) { return head_dim + head_dim / 2; }
+
+// Floats that a pass needs as workspace.
+int64_t swiftgen_workspace(const Pass* p) {
+    const int64_t group = p->num_heads / p->num_kv_heads;
+    const int64_t rows = swiftgen_padded_rows(group * p->num_rows), parts = num_spans(p->num_prefix) + 1;
+    return p->num_kv_heads * rows * (query_floats(p->head_dim) + parts * (p->head_dim + 2));
+}
+
+}  // extern "C"
+
+namespace {
+
+// One head of one row: RMSNorm if there is a weight, then RoPE in float32.
+template <class T>
+inline void rotated(const T* head, const void* norm_weight, float eps, const Pass& p, int row, float* out) {
+    const T* norm = (const T*)norm_weight;
+    const int d = p.head_dim, half = d / 2;
+    float scaled[MAX_HEAD_DIM];
+    float factor = 1.0f;
+    if (norm) {
+        float squares = 0;
+        for (int i = 0; i < d; ++i) squares += to_float(head[i]) * to_float(head[i]);
+        factor = 1.0f / std::sqrt(squares / d + eps);
+    }
+    for (int i = 0; i < d; ++i) scaled[i] = norm ? to_float(head[i]) * factor * to_float(norm[i]) : to_float(head[i]);
+    const float *cos = p.cos + (long)row * d, *sin = p.signed_sin + (long)row * d;
+    for (int i = 0; i < half; ++i) {
+        out[i] = scaled[i] * cos[i] + scaled[i + half] * sin[i];
+        out[i + half] = scaled[i + half] * cos[i + half] + scaled[i] * sin[i + half];
+    }
+}
+
+// RoPE and the cache: queries, keys and values of a pass go where they belong, by the threads of a parallel region.
+// With `scaled`, queries go there too, [head_dim][padded rows] for each KV head, `head_floats` apart, and behind them in
+// pairs of dimensions as they are, [head_dim / 2][padded rows].
+template <class T>
+void rotate(const Pass& p, const Heads& heads, int layer, const T* qkv, float* scaled, long head_floats) {
+    const int d = p.head_dim, kv = p.num_kv_heads, group = p.num_heads / kv, t = p.num_rows;
+    const int rows = swiftgen_padded_rows(group * t);
+    const long qkv_stride = (long)(p.num_heads + 2 * kv) * d;
+    T* queries = (T*)p.queries + (long)layer * p.num_heads * t * d;
+#pragma omp for schedule(static)
+    for (int h = 0; h < kv; ++h) {
+        const long begin = layer * p.tail_layer_stride + h * p.tail_stride + (long)(p.num_tail - t) * d;
+        T *keys = (T*)p.tail_keys + begin, *values = (T*)p.tail_values + begin;
+        float* q = scaled ? scaled + h * head_floats : nullptr;
+        if (q) std::memset(q, 0, sizeof(float) * rows * query_floats(d));
+        float out[MAX_HEAD_DIM];
+        for (int row = 0; row < t; ++row) {
+            const T* in = qkv + row * qkv_stride;
+            for (int g = 0; g < group; ++g) {
+                rotated(in + (h * group + g) * d, heads.q_norm, heads.norm_eps, p, row, out);
+                T* kept = queries + ((long)(h * group + g) * t + row) * d;
+                for (int i = 0; i < d; ++i) put(kept + i, out[i]);
+                for (int i = 0; q && i < d; ++i) q[(long)i * rows + g * t + row] = to_float(kept[i]) * heads.scaling;
+#ifdef HAS_PAIRS
+                for (int i = 0; q && sizeof(T) == 2 && i + 1 < d; i += 2)
+                    std::memcpy(q + (long)(d + i / 2) * rows + g * t + row, kept + i, 4);
+#endif
+            }
+            rotated(in + (p.num_heads + h) * d, heads.k_norm, heads.norm_eps, p, row, out);
+            for (int i = 0; i < d; ++i) put(keys + (long)row * d + i, out[i]);
+            std::memcpy(values + (long)row * d, in + (p.num_heads + kv + h) * d, sizeof(T) * d);
+        }
+    }
+}
+
+template <class T, int HEAD_DIM>
+void attend(const Pass& p, const Heads& heads, int layer, const T* qkv, T* attended) {
+    const int d = p.head_dim, kv = p.num_kv_heads, group = p.num_heads / kv, t = p.num_rows;
+    const int rows = swiftgen_padded_rows(group * t), spans = num_spans(p.num_prefix), parts = spans + 1;
+    const int span = span_of(p.num_prefix);
+    const long part_floats = (long)rows * (d + 2), head_floats = rows * query_floats(d) + parts * part_floats;
+    auto queries_of = [&](int h) { return p.workspace + h * head_floats; };  // [d][rows]
+    auto part_of = [&](int h, int i) {
+        float* base = queries_of(h) + rows * query_floats(d) + i * part_floats;
+        return Part{base, base + rows, base + 2 * rows};
+    };
+    auto tail = [&](void* tensor, int h) { return (T*)tensor + layer * p.tail_layer_stride + h * p.tail_stride; };
+
+#pragma omp parallel num_threads(p.num_threads)
+    {
+        rotate(p, heads, layer, qkv, p.workspace, head_floats);
+#pragma omp for schedule(dynamic)
+        for (int task = 0; task < kv * parts; ++task) {
+            const int h = task % kv, i = task / kv;
+            Part part = part_of(h, i);
+            std::fill(part.largest, part.largest + rows, NEG_INF);
+            std::memset(part.weight, 0, sizeof(float) * rows * (d + 1));
+            if (i == spans) {
+                // In one block: where a row's ancestors lie among the drafts must not matter.
+                add_keys<HEAD_DIM>(tail(p.tail_keys, h), tail(p.tail_values, h), p.num_tail, p.num_tail,
+                                   queries_of(h), p.bias, rows, d, part);
+            } else {
+                const long begin = layer * p.prefix_layer_stride + h * p.prefix_stride + (long)i * span * d;
+                const T *keys = (const T*)p.prefix_keys + begin, *values = (const T*)p.prefix_values + begin;
+                const int count = std::min(span, p.num_prefix - i * span);
+#ifdef HAS_PAIRS
+                if constexpr (std::is_same_v<T, bf16>)
+                    add_key_pairs(keys, values, count, (const uint32_t*)queries_of(h) + (long)rows * d, heads.scaling,
+                                  group * t, rows, d, part);
+                else
+#endif
+                    add_keys<HEAD_DIM>(keys, values, count, KEY_BLOCK, queries_of(h), nullptr, rows, d, part);
+            }
+        }
+#pragma omp for schedule(static)
+        for (int h = 0; h < kv; ++h) {
+            for (int first = 0; first < rows; first += LANES) {
+                vec largest = splat(NEG_INF), weight = {};
+                for (int i = 0; i < parts; ++i) largest = max(largest, load(part_of(h, i).largest + first));
+                vec factor[MAX_SPANS + 1];
+                for (int i = 0; i < parts; ++i) {
+                    factor[i] = exp(load(part_of(h, i).largest + first) - largest);
+                    weight += factor[i] * load(part_of(h, i).weight + first);
+                }
+                for (int j = 0; j < d; ++j) {
+                    vec value = {};
+                    for (int i = 0; i < parts; ++i)
+                        value += factor[i] * load(part_of(h, i).values + (long)j * rows + first);
+                    value /= weight;
+                    for (int lane = 0; lane < LANES; ++lane) {
+                        const int row = first + lane, g = row / t;
+                        T* out = attended + ((long)(row % t) * p.num_heads + h * group + g) * d + j;
+                        if (g < group) put(out, value[lane]);  // else padding
+                    }
+                }
+            }
+        }
+    }
+}
+
+template <class T>
+void attend(const Pass& p, const Heads& heads, int layer, const T* qkv, T* attended) {
+    switch (p.head_dim) {
+        case 64: return attend<T, 64>(p, heads, layer, qkv, attended);
+        case 128: return attend<T, 128>(p, heads, layer, qkv, attended);
+        default: return attend<T, 0>(p, heads, layer, qkv, attended);
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+void swiftgen_rotate(const Pass* pass, const Heads* heads, int layer, const void* qkv) {
+#pragma omp parallel num_threads(pass->num_threads)
+    pass->is_bf16 ? rotate(*pass, *heads, layer, (const bf16*)qkv, nullptr, 0)
+                  : rotate(*pass, *heads, layer, (const float*)qkv, nullptr, 0);
+}
+
+void swiftgen_attend(const Pass* pass, const Heads* heads, int layer, const void* qkv, void* attended) {
+    pass->is_bf16 ? attend(*pass, *heads, layer, (const bf16*)qkv, (bf16*)attended)
+                  : attend(*pass, *heads, layer, (const float*)qkv, (float*)attended);
+}
+
+}  // extern "C"
