@@ -12,10 +12,12 @@ from pydantic import ValidationError
 from swiftgen.errors import SwiftgenError
 from swiftgen.presets import (
     DEFAULT_PRESET,
+    MAX_DRAFTED_NODES,
     ModelSettings,
     Preset,
     list_presets,
     load_preset,
+    num_drafted_nodes,
     num_tree_nodes,
     parse_override,
     preset_yaml,
@@ -257,6 +259,21 @@ def test_values_at_the_edge_are_allowed():
     edges = {"sampler.temperature": 0, "sampler.top_p": 1, "k": 0, "W": 0, "tree": [32, 1], "kv_budget": 16}
     assert load_preset(None, edges).sampler.temperature == 0.0
     assert load_preset(None, {"tree": (1,)}).tree == (1,)
+
+
+@pytest.mark.parametrize("key", ["W", "kv_budget", "sampler.top_k", "sampler.min_tokens_to_keep"])
+def test_what_a_text_or_a_vocabulary_bounds_has_no_other_limit(key: str):
+    assert load_preset(None, {key: 10**30}) is not None
+
+
+def test_what_is_drafted_in_a_step_has_a_limit():
+    at_most = {"tree": (2, 3), "ngram": 5, "k": (MAX_DRAFTED_NODES - 8) // 8}
+    assert num_drafted_nodes(load_preset(None, at_most)) == MAX_DRAFTED_NODES
+    error = failure(None, **{**at_most, "k": at_most["k"] + 1})
+    assert error.message == (
+        "tree [2, 3], k 1,024 and ngram 5 draft up to 8,200 tokens a step, at most 8,192 are possible"
+    )
+    assert failure(None, k=10**30).message.endswith("at most 8,192 are possible")
 
 
 def test_sink_must_fit_the_budget():

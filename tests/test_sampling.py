@@ -22,7 +22,7 @@ from transformers import (
 from swiftgen import sampling
 from swiftgen.native import kernels_for
 from swiftgen.presets import SamplerSettings
-from swiftgen.sampling import History, Sampler, keyed_gumbel, penalise
+from swiftgen.sampling import NEG_INF, History, Sampler, keyed_gumbel, penalise
 from swiftgen.tree import DraftTree
 from tiny import sampler
 
@@ -182,6 +182,11 @@ class TestHistory:
                 seen = text + [tree.tokens[step] for step in tree.path(node)[1:]]
                 assert set(windows[node].tolist()) == set(seen[-W:])
 
+    @pytest.mark.parametrize("W", [2**31, 2**63, 10**30])
+    def test_a_window_longer_than_the_text_is_all_of_it(self, W: int):
+        history, tree = random_history([1, 2, 3]), random_tree(0, 3)
+        assert torch.equal(history.windows(tree, W), history.windows(tree, 3 + tree.depth))
+
     def test_a_window_by_hand(self):
         tree = DraftTree(3, max_depth=2)
         tree.add_path(0, [8, 9], "base")
@@ -256,6 +261,26 @@ def test_processors_equal_those_of_transformers(name: str, penalised: bool, keep
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
     if name != "temperature" and "above" not in name:
         assert (actual == -math.inf).sum() > 50 * len(suppressed)
+
+
+@pytest.mark.parametrize("filters", [{"top_p": 0.1}, {"min_p": 0.9}, {"top_k": 2}, {"eta": 0.5}])
+def test_at_least_as_many_as_there_are_is_all_of_them(filters: Settings):
+    for keep in (VOCAB_SIZE, VOCAB_SIZE + 1, 10**30):
+        settings = SamplerSettings(**filters, min_tokens_to_keep=keep)
+        processed = Sampler(settings, 0, 0, 1.0, {3}).process(random_logits(4), torch.zeros(4, 0).long())
+        assert torch.equal(processed > NEG_INF, torch.arange(VOCAB_SIZE).expand(4, -1) != 3)
+
+
+def test_the_picks_of_many_rows_are_those_of_each():
+    num_rows = 2 * sampling._PICKED_ROWS + 7
+    logits, positions = random_logits(num_rows), torch.arange(num_rows)
+    windows = torch.randint(VOCAB_SIZE, (num_rows, 5), generator=torch.Generator().manual_seed(0))
+    ours = Sampler(SamplerSettings(min_p=0.05), 7, 5, 1.2)
+    each = [
+        ours.pick(logits[row : row + 1].clone(), positions[row : row + 1], windows[row : row + 1])[0]
+        for row in range(num_rows)
+    ]
+    assert ours.pick(logits.clone(), positions, windows) == each
 
 
 def test_top_p_reaches_beyond_its_shortlist_in_a_flat_distribution():

@@ -32,6 +32,8 @@ from swiftgen.redaction import has_secret
 
 DEFAULT_PRESET = "smollm2-135m"
 MAX_TREE_NODES = 1024
+MAX_DRAFTED_NODES = 8192
+"""With the n-grams. Which row of a tree sees which takes the square of its nodes in memory: 64 MiB."""
 
 IntTuple = Annotated[tuple[int, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
 Tree = Annotated[IntTuple, AfterValidator(lambda tree: _check_tree(tree))]
@@ -75,7 +77,7 @@ class SamplerSettings(_Strict):
     top_p: float = _setting(1.0, "a number above 0 and at most 1 (off)", gt=0, le=1)
     min_p: float = _setting(0.0, "a number from 0 (off) to 1", ge=0, le=1)
     eta: float = _setting(0.0, "a number from 0 (off) to 1", ge=0, le=1)
-    min_tokens_to_keep: int = _setting(1, "a whole number from 1 to 100", ge=1, le=100)
+    min_tokens_to_keep: int = _setting(1, "a whole number, 1 or more", ge=1)
 
 
 class Preset(_Strict):
@@ -88,9 +90,9 @@ class Preset(_Strict):
     draft: Literal["auto", "none", "paper", "heads", "ngram", "self"] = _setting(
         "auto", "auto, none, paper, heads, ngram or self"
     )
-    k: int = _setting(20, "a whole number from 0 (off) to 1,000", ge=0, le=1000)
+    k: int = _setting(20, "a whole number, 0 (off) or more", ge=0)
     ngram: int = _setting(4, "a whole number from 2 to 8", ge=2, le=8)
-    W: int = _setting(1024, "a whole number of tokens from 0 (off) to 2,147,483,647", ge=0, le=2**31 - 1)
+    W: int = _setting(1024, "a whole number of tokens, 0 (off) or more", ge=0)
     theta: float = _setting(1.2, "a number above 0; 1.0 is off", gt=0)
     tree: Tree = _setting(
         (1, 3, 3, 3), f"a list of 1 to 8 whole numbers from 1 to 32, at most {MAX_TREE_NODES} nodes in all"
@@ -123,6 +125,11 @@ class Preset(_Strict):
     def _check_together(self) -> Preset:
         if self.sink > self.kv_budget:
             raise ValueError(f"sink is {self.sink}, kv_budget is {self.kv_budget}: sink must not be larger")
+        if num_drafted_nodes(self) > MAX_DRAFTED_NODES:
+            raise ValueError(
+                f"tree {list(self.tree)}, k {self.k:,} and ngram {self.ngram} draft up to "
+                f"{num_drafted_nodes(self):,} tokens a step, at most {MAX_DRAFTED_NODES:,} are possible"
+            )
         return self
 
 
@@ -142,6 +149,11 @@ def num_tree_nodes(tree: tuple[int, ...]) -> int:
         level *= width
         total += level
     return total
+
+
+def num_drafted_nodes(preset: Preset) -> int:
+    """Most nodes below the root that the paper's plan drafts: its tree, and n-grams below the first level."""
+    return num_tree_nodes(preset.tree) + preset.tree[0] * preset.k * (preset.ngram - 1)
 
 
 def _check_tree(tree: tuple[int, ...]) -> tuple[int, ...]:

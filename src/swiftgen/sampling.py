@@ -28,6 +28,7 @@ NEG_INF = float("-inf")
 _TOP_P_CANDIDATES = 1024
 _CONFIDENCE_WIDTH = 8  # candidates that share the confidence of a draft
 _LOGIT_SLACK = 1e-4
+_PICKED_ROWS = 64
 
 # Multipliers of splitmix64 (Steele et al. 2014) as signed 64-bit integers; products wrap.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -111,6 +112,7 @@ class History:
         for row, node in enumerate(nodes):
             path = tree.path(node)[1:]
             paths[row, : len(path)] = [tree.tokens[step] for step in path]
+        num_tokens = min(num_tokens, self._length + int(depths.max()))  # there are no more
         base = self._ids[max(0, self._length - num_tokens) : self._length]
         both = np.concatenate([np.broadcast_to(base, (len(nodes), len(base))), paths], axis=1)
         # A node at depth d sees d path tokens, so the oldest d of a full window have left it.
@@ -173,8 +175,12 @@ class Sampler:
             positions: int64 `[T]`.
             windows: int64 `[T, window]`, from `History.windows`.
         """
-        scores, ids = self.scores(logits, positions, windows)
-        picks: list[int] = ids[scores.argmax(dim=-1)].tolist()
+        picks: list[int] = []
+        # In parts, so that what is made of the logits of a very wide tree takes no more memory than they do.
+        for first in range(0, len(logits), _PICKED_ROWS):
+            part = slice(first, first + _PICKED_ROWS)
+            scores, ids = self.scores(logits[part], positions[part], windows[part])
+            picks += ids[scores.argmax(dim=-1)].tolist()
         return picks
 
     @torch.inference_mode()
@@ -270,7 +276,7 @@ class Sampler:
         """Lower a row's threshold to its `min_tokens_to_keep`-th largest logit."""
         if self.settings.min_tokens_to_keep == 1:
             return torch.minimum(threshold, logits.amax(dim=-1, keepdim=True))
-        kept = logits.topk(self.settings.min_tokens_to_keep, dim=-1).values[:, -1:]
+        kept = logits.topk(min(self.settings.min_tokens_to_keep, logits.shape[1]), dim=-1).values[:, -1:]
         return torch.minimum(threshold, kept)
 
     def _top_p_limit(self, logits: Tensor) -> Tensor | None:
@@ -318,5 +324,5 @@ def penalise(logits: Tensor, windows: Tensor, theta: float) -> None:
 
 def keep_at_least(logits: Tensor, num_tokens: int) -> None:
     """Mask, in place, all but the `num_tokens` largest logits of each row (ties stay)."""
-    limit = logits.topk(num_tokens, dim=-1).values[:, -1:]
+    limit = logits.topk(min(num_tokens, logits.shape[1]), dim=-1).values[:, -1:]
     logits.masked_fill_(logits < limit, NEG_INF)

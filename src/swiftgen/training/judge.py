@@ -144,8 +144,9 @@ def _ranks(
     draft_sampler = sampler.restricted_to(vocabulary, vocab_size)
     generator = torch.Generator().manual_seed(0)
     # The windows of the first tokens reach back to the first one, which fills what is missing.
-    padded = torch.cat([tokens[:1].expand(max(sampler.W, 1) - 1), tokens])
-    windows = padded.unfold(0, max(sampler.W, 1), 1)
+    width = min(max(sampler.W, 1), len(tokens))
+    padded = torch.cat([tokens[:1].expand(width - 1), tokens])
+    windows = padded.unfold(0, width, 1)
     num_positions = len(positions)
     plain = torch.full((heads.num_heads, num_positions), vocab_size, device=device)
     drafted = plain.clone()
