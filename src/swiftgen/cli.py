@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from swiftgen import ranks
 from swiftgen.cli_heads import heads_app, train_heads
 from swiftgen.errors import SwiftgenError
 from swiftgen.redaction import redacted
@@ -22,6 +23,7 @@ _MAX_CHARACTERS = 1_000  # of a line on stderr; what comes from outside may be a
 EXIT_READER_GONE = 141  # what a shell reports for a program that SIGPIPE ended
 
 _PROMPT, _LENGTH, _DRAFT, _DISPLAY = "Prompt", "Length and output", "Model and sampling", "Display"
+_ALONE = ("compare", "doctor", "train-heads")
 
 # Options that several commands have.
 _Prompt = Annotated[
@@ -80,9 +82,13 @@ def main(args: Sequence[str] | None = None) -> int:
         args: without the program name; None is the process's own.
     """
     try:
-        return (
-            app(args=None if args is None else list(args), prog_name="swiftgen", standalone_mode=False) or 0
-        )
+        if ranks.rank():
+            return ranks.follow()
+        with ranks.leading():
+            return (
+                app(args=None if args is None else list(args), prog_name="swiftgen", standalone_mode=False)
+                or 0
+            )
     except SwiftgenError as error:
         _report(error.message, error.hint)
         return error.exit_code
@@ -100,6 +106,8 @@ def main(args: Sequence[str] | None = None) -> int:
         command = context.command_path if context else "swiftgen"
         _report(error.format_message(), f"`{command} --help` shows what is possible")
         return int(getattr(error, "exit_code", 2))
+    finally:
+        ranks.leave()
 
 
 def _report(message: str, hint: str) -> None:
@@ -131,6 +139,11 @@ def _options(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
+    if context.invoked_subcommand in _ALONE and ranks.num_ranks() > 1:
+        raise SwiftgenError(
+            f"{context.invoked_subcommand} runs in one process",
+            "start it without torchrun; write, resume and verify run in several",
+        )
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 

@@ -31,6 +31,7 @@ from swiftgen.errors import SwiftgenError
 from swiftgen.locks import LOCK_NAME, check_unlocked, lock_run
 from swiftgen.manifest import MANIFEST_NAME, Manifest, now_utc, read_manifest, write_manifest
 from swiftgen.metrics import RunMetrics
+from swiftgen.ranks import launcher
 from swiftgen.storage import AppendFile, disk_errors, read_regular, sync_folder, write_synced
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def run_folder(path: Path) -> Path:
 
 def how_to_resume(path: Path) -> str:
     """The command that goes on with a stopped run, for a sentence."""
-    return f"`swiftgen resume {shlex.quote(str(path))}`"
+    return f"`{launcher()}swiftgen resume {shlex.quote(str(path))}`"
 
 
 def read_tokens(folder: Path) -> list[int]:

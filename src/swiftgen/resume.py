@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from filelock import BaseFileLock
 
+from swiftgen import ranks
 from swiftgen.document import Document, how_to_resume, run_folder
 from swiftgen.errors import SwiftgenError
 from swiftgen.locks import lock_run
@@ -37,7 +38,7 @@ from swiftgen.runs import (
 from swiftgen.stdout import write_stdout
 from swiftgen.stopping import StopSignals
 from swiftgen.storage import disk_errors
-from swiftgen.write import EXIT_INTERRUPTED, Job, check_on_loop, reporter_for, run_job
+from swiftgen.write import EXIT_INTERRUPTED, Job, accompany, check_on_loop, reporter_for, run_job
 
 if TYPE_CHECKING:
     from swiftgen.engine import Engine
@@ -126,6 +127,11 @@ def _continue(
                 document.finish(end)
             return _say_complete(request, run, document.manifest)
         engine.stretch_to = manifest.model.max_positions
+        stop_in_loop = request.on_loop == "stop"
+        job = Job(
+            run.prompt_ids, run.written, num_tokens, manifest.seed, run.path, request.json, stop_in_loop
+        )
+        ranks.call_on_others(accompany, engine.preset, job, engine.stretch_to)
         engine.prepare(manifest.num_prompt_tokens, num_tokens)
         found = _accepted_differences(request, manifest, engine)
         manifest = manifest.resumed(
@@ -135,8 +141,6 @@ def _continue(
     except KeyboardInterrupt as interrupt:
         print("interrupted: nothing was written", file=sys.stderr)
         return int(getattr(interrupt, "exit_code", EXIT_INTERRUPTED))
-    stop_in_loop = request.on_loop == "stop"
-    job = Job(run.prompt_ids, run.written, num_tokens, manifest.seed, run.path, request.json, stop_in_loop)
     with document:
         return run_job(job, engine, metrics, document, reporter_for(run.path, request.quiet), signals)
 

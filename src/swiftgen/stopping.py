@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from swiftgen.ranks import num_ranks, of_leader
+
 _SIGNALS = [
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 ]  # no SIGHUP on Windows
@@ -56,15 +58,16 @@ class StopSignals:
         try:
             yield
         finally:
-            self._is_deferred = False
+            # Several ranks end alike, when rank 0 does; torchrun signals all of them, more than once.
+            self._is_deferred = num_ranks() > 1
 
     def check(self) -> None:
-        """Raises StopRequested if a signal has come."""
-        if self._received is not None:
-            raise StopRequested(self._received)
+        """Raises StopRequested if a signal has come; of several ranks, to rank 0."""
+        if received := int(of_leader(float(self._received or 0))):
+            raise StopRequested(received)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         is_first = self._received is None
         self._received = number
-        if not (is_first and self._is_deferred):
+        if not (self._is_deferred and (is_first or num_ranks() > 1)):
             raise StopRequested(number)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from swiftgen import ranks
 from swiftgen.errors import SwiftgenError
 from swiftgen.manifest import Manifest
 from swiftgen.runs import RecordedRun, arithmetic_record, check_token_ids, read_run
@@ -23,6 +24,7 @@ from swiftgen.storage import read_regular
 
 if TYPE_CHECKING:
     from swiftgen.engine import Engine
+    from swiftgen.presets import Preset
     from swiftgen.replay import Mismatch
 
 EXIT_DIFFERS = 1
@@ -78,6 +80,7 @@ def verify(request: VerifyRequest) -> int:
 
     engine = swiftgen.load(run.preset({"draft": "none", "heads": None}))  # how it was drafted does not matter
     engine.stretch_to = manifest.model.max_positions
+    ranks.call_on_others(_accompany, engine.preset, run)
     engine.prepare(manifest.num_prompt_tokens, manifest.num_tokens)
     verdict = check_document(engine, run, request.quiet)
     if request.json:
@@ -86,6 +89,18 @@ def verify(request: VerifyRequest) -> int:
     else:
         write_stdout("".join(line + "\n" for line in describe(verdict, engine.tokenizer, manifest)))
     return 0 if verdict.is_exact else EXIT_DIFFERS
+
+
+def _accompany(preset: Preset, run: RecordedRun) -> None:
+    """What the other ranks do while rank 0 checks a document: the same passes."""
+    import swiftgen
+
+    manifest = run.manifest
+    engine = swiftgen.load(preset)
+    engine.stretch_to = manifest.model.max_positions
+    engine.prepare(manifest.num_prompt_tokens, manifest.num_tokens)
+    for _ in engine.replay(run.token_ids, manifest.num_prompt_tokens, manifest.seed):
+        pass
 
 
 def check_document(engine: Engine, run: RecordedRun, quiet: bool = True) -> Verdict:
@@ -100,6 +115,14 @@ def check_document(engine: Engine, run: RecordedRun, quiet: bool = True) -> Verd
         raise SwiftgenError(
             f"not the model that wrote {run.path} (fingerprint {fingerprint[:12]}, then {recorded[:12]})",
             "set back the model, or its revision",
+        )
+    then, now = (each.get("ranks", 1) for each in (manifest.arithmetic, engine.arithmetic))
+    if then != now:
+        raise SwiftgenError(
+            f"{run.path} was written by {then} processes together, and {now} round otherwise",
+            f"`torchrun --nproc-per-node {then} -m swiftgen verify {run.path}`"
+            if then != 1
+            else "verify it without torchrun",
         )
     check_token_ids(run, engine.opened.config.vocab_size)
     num_prompt, num_tokens = manifest.num_prompt_tokens, len(run.written)

@@ -7,10 +7,11 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from swiftgen import ranks
 from swiftgen.document import Document, check_output, how_to_resume
 from swiftgen.errors import SwiftgenError
 from swiftgen.loops import Loop
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from swiftgen.decode import StepEvent
     from swiftgen.engine import Engine
     from swiftgen.panel import Display, Reporter
+    from swiftgen.presets import Preset
 
 EXIT_INTERRUPTED = 130
 ON_LOOP = ("warn", "stop", "ignore")
@@ -111,18 +113,36 @@ def write(request: WriteRequest) -> int:
 
             engine = swiftgen.load(preset)
             prompt_ids = engine.encode(prompt)
+            stop_in_loop = request.on_loop == "stop"
+            job = Job(
+                prompt_ids, [], request.num_tokens, request.seed, request.output, request.json, stop_in_loop
+            )
+            ranks.call_on_others(accompany, preset, job)
             engine.prepare(len(prompt_ids), request.num_tokens)
             metrics = RunMetrics(find_loops=request.on_loop != "ignore")
             sink = _open_sink(request, engine, prompt_ids, metrics)
         except KeyboardInterrupt as interrupt:
             print("interrupted: nothing was written", file=sys.stderr)
             return int(getattr(interrupt, "exit_code", EXIT_INTERRUPTED))
-        stop_in_loop = request.on_loop == "stop"
-        job = Job(
-            prompt_ids, [], request.num_tokens, request.seed, request.output, request.json, stop_in_loop
-        )
         with sink as opened:
             return run_job(job, engine, metrics, opened, reporter, signals)
+
+
+def accompany(preset: Preset, job: Job, stretch_to: int = 0) -> int:
+    """What the other ranks do while rank 0 writes a document: the same passes; returns the exit code.
+
+    Args:
+        stretch_to: See `Engine`.
+    """
+    import swiftgen
+
+    with StopSignals() as signals:
+        engine = swiftgen.load(preset)
+        engine.stretch_to = stretch_to
+        engine.prepare(len(job.prompt_ids), job.num_tokens)
+        metrics = RunMetrics(written=job.written, find_loops=job.stop_in_loop)
+        silent = replace(job, output=None, json=False)
+        return run_job(silent, engine, metrics, StdoutSink(), reporter_for(None, quiet=True), signals)
 
 
 def check_on_loop(what: str) -> None:
@@ -146,10 +166,10 @@ def run_job(
         signals.check()
         reporter.prefill(done_tokens, total_tokens)
 
-    stop_reason, exit_code = "interrupted", 0
+    stop_reason, exit_code, why = "interrupted", 0, "interrupted"
     known_loop = metrics.loop
     try:
-        with signals.deferred():
+        with signals.deferred(), ranks.watched():
             reporter.start(
                 RunInfo(engine.preset.name, job.place, job.num_tokens, engine.exactness, len(job.written))
             )
@@ -171,6 +191,8 @@ def run_job(
                 reporter.step(event, metrics)
     except KeyboardInterrupt as interrupt:  # what is written stays; the summary below says how much
         exit_code = int(getattr(interrupt, "exit_code", EXIT_INTERRUPTED))
+    except ranks.RankLost as lost:
+        why, exit_code = lost.message, lost.exit_code
     finally:
         with suppress(OSError):  # a terminal that has gone (SIGHUP)
             reporter.close()
@@ -188,7 +210,6 @@ def run_job(
         return 0
     with suppress(OSError):
         kept = f"{snapshot.num_tokens:,} of {job.num_tokens:,} tokens"
-        why = "interrupted"
         if stop_reason == "loop" and snapshot.loop:
             why = f"stopped in a {loop_words(snapshot.loop)}"
         print(f"{why}: {kept} are written to {job.place}", file=sys.stderr)

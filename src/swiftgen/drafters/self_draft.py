@@ -17,6 +17,7 @@ from torch import Tensor
 from swiftgen.cache import PartialCache
 from swiftgen.drafters.base import Committed, Pace
 from swiftgen.drafters.heads import HeadsDrafter, ReadyHeads
+from swiftgen.ranks import of_leader
 from swiftgen.sampling import History, Sampler
 from swiftgen.target import Target
 from swiftgen.tree import DraftTree
@@ -68,7 +69,7 @@ class SelfDrafter:
             begin_s = time.perf_counter()
             hidden = self._target.forward(chain, len(history) - 1, self._cache).hidden[-1]
             candidates = self._candidates(tree, node, history, hidden)
-            self._learn(time.perf_counter() - begin_s)
+            self._learn(of_leader(time.perf_counter() - begin_s))
             if not candidates or len(chain) == min(MAX_PASSES, self._target.max_rows):
                 break
             (node, confidence), *_ = candidates
