@@ -17,12 +17,12 @@ from swiftgen.attention import (
     TreePass,
     cpu_prefix,
     flash_prefix,
+    new_tree_pass,
     prefix_kernel,
     sdpa_prefix,
     tree_attention,
-    tree_mask,
 )
-from swiftgen.cache import CacheShape, FullCache, PartialCache
+from swiftgen.cache import BLOCK_TOKENS, CacheShape, FullCache, PartialCache
 from swiftgen.errors import SwiftgenError
 from swiftgen.tree import DraftTree
 from tiny import random_tree, shuffled
@@ -61,20 +61,28 @@ def attend(
     cache: FullCache | PartialCache,
     kernel: PrefixKernel,
     first: int = 0,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, TreePass]:
     """One layer of one pass over rows `first` and up; the output is `[T, H, D]`."""
     num_rows = rows[0].shape[2]
     visible = tree.visibility(first + num_rows)[first:]
-    view = cache.view(num_rows, first)
-    tree_pass = TreePass(view, tree_mask(visible, cache.num_tail_tokens, GROUP), kernel)
+    positions = torch.tensor((tree.depths + [0] * num_rows)[: first + num_rows]) + cache.length
+    tree_pass = new_tree_pass(cache, [None, window], visible, positions, GROUP, kernel)
     module = SimpleNamespace(layer_idx=1)
-    out, weights = tree_attention(module, *rows, None, scaling=SCALING, tree_pass=tree_pass)
+    out, weights = tree_attention(module, *rows, None, scaling=SCALING, tree_pass=tree_pass, softcap=softcap)
     assert weights is None
     assert out.dtype == rows[0].dtype
     return out[0], tree_pass
 
 
-def reference(tree: DraftTree, rows: tuple[Tensor, Tensor, Tensor], cache: FullCache) -> Tensor:
+def reference(
+    tree: DraftTree,
+    rows: tuple[Tensor, Tensor, Tensor],
+    cache: FullCache,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
     """Softmax over the committed tokens and the row's ancestors, in float64, keys repeated: `[T, H, D]`."""
     query, key, value = (tensor[0].double() for tensor in rows)
     keys = torch.cat([cache.keys[1, :, : cache.length].double(), key], dim=1).repeat_interleave(GROUP, 0)
@@ -86,7 +94,14 @@ def reference(tree: DraftTree, rows: tuple[Tensor, Tensor, Tensor], cache: FullC
     for row in range(query.shape[1]):
         for node in tree.path(row) if row < len(tree) else [row]:
             seen[row, cache.length + node] = True
-    scores = (query @ keys.transpose(1, 2) * SCALING).masked_fill(~seen, float("-inf"))  # [H, T, keys]
+    depths = torch.tensor((tree.depths + [0] * len(seen))[: len(seen)])
+    positions = torch.cat([torch.arange(cache.length), depths + cache.length])
+    if window is not None:
+        seen &= positions > (depths + cache.length - window).unsqueeze(1)
+    scores = query @ keys.transpose(1, 2) * SCALING  # [H, T, keys]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~seen, float("-inf"))
     return (scores.softmax(-1) @ values).transpose(0, 1)
 
 
@@ -115,16 +130,50 @@ def test_a_tree_in_two_passes_attends_like_in_one():
     torch.testing.assert_close(torch.cat([first, second]), whole, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("kernel", [cpu_prefix, sdpa_prefix])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [1, 3, 100, 128, 129, 300, 1000, 5000])
+@pytest.mark.parametrize("num_context", [2, 127, 128, 250, 700])
+def test_a_row_sees_its_window(num_context: int, window: int, softcap: float | None, kernel: PrefixKernel):
+    tree, rows = random_tree(num_context, num_nodes=13), random_rows(16, torch.float32)
+    cache = filled_cache(num_context, torch.float32)
+    expected = reference(tree, rows, cache, window, softcap)
+    actual, _ = attend(tree, rows, cache, kernel, window=window, softcap=softcap)
+    torch.testing.assert_close(actual.double(), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_a_windowed_tree_in_two_passes_attends_like_in_one():
+    tree, rows = random_tree(3, num_nodes=16), random_rows(16, torch.float32)
+    whole, _ = attend(tree, rows, filled_cache(150, torch.float32), cpu_prefix, window=4)
+    cache = filled_cache(150, torch.float32)
+    first, _ = attend(tree, tuple(x[:, :, :10] for x in rows), cache, cpu_prefix, window=4)
+    second, _ = attend(tree, tuple(x[:, :, 10:] for x in rows), cache, cpu_prefix, first=10, window=4)
+    torch.testing.assert_close(torch.cat([first, second]), whole, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_context", [5000, 5127])
+def test_a_window_is_all_that_is_read(num_context: int):
+    cache = filled_cache(num_context, torch.float32)
+    view = cache.view(4, 0, window=300)
+    assert view.edge_keys is not None
+    num_read = view.prefix_keys.shape[2] + view.edge_keys.shape[2]
+    assert num_read == 299  # before the block, by its first row
+    assert view.edge_keys.shape[2] < BLOCK_TOKENS
+
+
+@pytest.mark.parametrize("window", [None, 50, 200])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("num_context", [0, 90, 300, 1200])
-def test_the_order_of_drafts_in_memory_changes_no_bit_of_a_row(num_context: int, dtype: torch.dtype):
+def test_the_order_of_drafts_in_memory_changes_no_bit_of_a_row(
+    num_context: int, dtype: torch.dtype, window: int | None
+):
     tree, rows = random_tree(num_context, num_nodes=32), random_rows(32, dtype)
-    expected, _ = attend(tree, rows, filled_cache(num_context, dtype), sdpa_prefix)
+    expected, _ = attend(tree, rows, filled_cache(num_context, dtype), sdpa_prefix, window=window)
     for seed in range(3):
         other, places = shuffled(tree, seed)
         assert places != list(range(32))
         moved = tuple(torch.empty_like(x).index_copy_(2, torch.tensor(places), x) for x in rows)
-        actual, _ = attend(other, moved, filled_cache(num_context, dtype), sdpa_prefix)
+        actual, _ = attend(other, moved, filled_cache(num_context, dtype), sdpa_prefix, window=window)
         assert torch.equal(actual[places], expected)
 
 
@@ -166,7 +215,7 @@ def test_rows_are_stored_in_the_layer_of_the_module():
 def test_prefix_parts_and_tail_are_merged_by_their_log_sum_exps():
     # The row sees itself: weight 1, value 5. Parts of the prefix: weight 3, value 1 and weight 4, value 2.
     # (1 x 5 + 3 x 1 + 4 x 2) / (1 + 3 + 4) = 2
-    def kernel(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
         out = torch.tensor([1.0, 2.0]).view(1, 2, 1, 1).expand(NUM_KV_HEADS, -1, GROUP, HEAD_DIM)
         lse = torch.tensor([3.0, 4.0]).log().view(1, 2, 1).expand(NUM_KV_HEADS, -1, GROUP)
         return out, lse
@@ -262,7 +311,7 @@ def fake_flash_attn(calls: list[dict[str, object]]) -> Callable[..., object]:
             assert tensor.stride(-1) == 1
         assert k is v is rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is None
         assert block_table is alibi_slopes is None
-        assert (causal, tuple(window_size), softcap) == (False, (-1, -1), 0.0)
+        assert (causal, tuple(window_size)) == (False, (-1, -1))
         assert 0 <= num_splits <= 128
         length = num_keys if cache_seqlens is None else int(torch.as_tensor(cache_seqlens).max())
         scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
@@ -270,6 +319,8 @@ def fake_flash_attn(calls: list[dict[str, object]]) -> Callable[..., object]:
         keys = k_cache[:, :length].float().repeat_interleave(group, dim=2)  # [B, n, H, D]
         values = v_cache[:, :length].float().repeat_interleave(group, dim=2)
         scores = torch.einsum("bqhd,bnhd->bhqn", q.float(), keys) * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
         out = torch.einsum("bhqn,bnhd->bqhd", scores.softmax(-1), values).to(q.dtype)
         calls.append({"num_splits": num_splits, "num_rows": num_rows})
         return (out, scores.logsumexp(-1)) if return_softmax_lse else out
@@ -300,11 +351,14 @@ def test_flash_computes_the_same_prefix(
     torch.testing.assert_close(lse[:, 0].double(), expected_lse, rtol=1e-5, atol=1e-5)
 
 
-def test_flash_carries_a_tree(flash_calls: list[dict[str, object]]):
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (200, None), (None, 2.0)])
+def test_flash_carries_a_tree(
+    window: int | None, softcap: float | None, flash_calls: list[dict[str, object]]
+):
     tree, rows = random_tree(1, num_nodes=8), random_rows(8, torch.bfloat16)
     cache = filled_cache(300, torch.bfloat16)
-    expected = reference(tree, rows, cache)
-    actual, _ = attend(tree, rows, cache, flash_prefix)
+    expected = reference(tree, rows, cache, window, softcap)
+    actual, _ = attend(tree, rows, cache, flash_prefix, window=window, softcap=softcap)
     torch.testing.assert_close(actual.double(), expected, rtol=2**-7, atol=2**-7)
 
 

@@ -66,13 +66,13 @@ FEWER_TOKENS = 60  # past one
 class AdversarialPlanner(Planner):
     """Proposes wrong, repeated and unsorted trees in which the right tokens are hidden."""
 
-    def __init__(self, target: Target, text: list[int]) -> None:
+    def __init__(self, target: Target, text: list[int], num_prompt_tokens: int = len(PROMPT)) -> None:
         super().__init__([[]], target.pass_sizes, measured=False)
-        self._text = text
+        self._text, self._num_prompt_tokens = text, num_prompt_tokens
         self._random = random.Random(0)
 
     def draft(self, tree, history):  # type: ignore[no-untyped-def]
-        right = self._text[len(history) - len(PROMPT) :][: self._random.randrange(6)]
+        right = self._text[len(history) - self._num_prompt_tokens :][: self._random.randrange(6)]
         node = 0
         for _ in range(self._random.randrange(1, 20)):
             if right and self._random.random() < 0.5:

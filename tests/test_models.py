@@ -145,7 +145,7 @@ class TestLoading:
         (folder / "code.py").write_text("raise SystemExit('remote code was run')", encoding="utf-8")
         error = failure(folder)
         assert "'gemma9'" in error.message
-        assert "llama, mistral, qwen2, qwen3" in error.hint
+        assert "llama, mistral, mixtral, olmo2" in error.hint
 
     def test_code_beside_a_known_family_is_not_run(self, folder: Path):
         edit_json(folder / "config.json", auto_map={"AutoModelForCausalLM": "code.Model"})
@@ -169,12 +169,16 @@ class TestSupported:
     @pytest.mark.parametrize(
         ("config", "words"),
         [
-            (MistralConfig(sliding_window=4096), "sliding window of 4096"),
-            (Qwen2Config(use_sliding_window=True, max_window_layers=1), "sliding window"),
-            (SimpleNamespace(model_type="mamba"), "'mamba'"),
             (SimpleNamespace(), "None"),
             (SimpleNamespace(model_type="llama", quantization_config={"quant_method": "gptq"}), "quantised"),
-            (SimpleNamespace(model_type="llama", rope_parameters={"rope_type": "dynamic"}), "dynamic"),
+            (
+                SimpleNamespace(model_type="llama", rope_parameters={"rope_type": "proportional"}),
+                "proportional",
+            ),
+            (
+                SimpleNamespace(model_type="llama", rope_parameters={"full": {"rope_type": "dynamic"}}),
+                "dynamic",
+            ),
         ],
     )
     def test_refused(self, config: object, words: str):
@@ -183,8 +187,8 @@ class TestSupported:
 
     def test_accepted(self):
         check_supported(tiny_config())
-        check_supported(MistralConfig(sliding_window=None))
-        check_supported(Qwen2Config())
+        check_supported(MistralConfig(sliding_window=4096))
+        check_supported(Qwen2Config(use_sliding_window=True, max_window_layers=1))
         yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
         check_supported(tiny_config(rope_parameters=yarn))
 
@@ -345,6 +349,14 @@ class TestPositions:
         assert loaded.max_positions == 256
         assert loaded.model.model.rotary_emb.attention_scaling != 1.0
         assert load_model(preset_for(folder), total_tokens=200).max_positions == 128
+
+    def test_load_model_plans_positions_that_grow(self, folder: Path):
+        rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+        edit_json(folder / "config.json", rope_parameters=rope)
+        assert open_model(preset_for(folder)).max_positions == 512
+        loaded = load_model(preset_for(folder), total_tokens=300)
+        assert loaded.max_positions == 384
+        assert loaded.model.config.rope_parameters["rope_type"] == "default"
 
 
 @pytest.mark.slow

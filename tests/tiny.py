@@ -16,12 +16,78 @@ from swiftgen.drafters.heads import ReadyHeads
 from swiftgen.exactness import choose_pass_sizes
 from swiftgen.heads import DraftHeads, new_heads
 from swiftgen.planner import Planner
+from swiftgen.positions import planned_config
 from swiftgen.presets import SamplerSettings
 from swiftgen.sampling import Sampler
 from swiftgen.target import Target
 from swiftgen.tree import DraftTree
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
+_WIDE = {"head_dim": 16, "intermediate_size": 64}
+_ROPE = {"rope_theta": 10000.0}
+VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
+    "linear": ("llama", {"rope_parameters": _ROPE | {"rope_type": "linear", "factor": 2.0}}),
+    "llama3": (
+        "llama",
+        {
+            "rope_parameters": _ROPE
+            | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+            | {"original_max_position_embeddings": 64}
+        },
+    ),
+    "yarn": (
+        "llama",
+        {
+            "rope_parameters": _ROPE
+            | {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128}
+        },
+    ),
+    "dynamic": (
+        "llama",
+        {"max_position_embeddings": 128, "rope_parameters": _ROPE | {"rope_type": "dynamic", "factor": 8.0}},
+    ),
+    "mistral, window 100": ("mistral", {"sliding_window": 100}),
+    "mistral, window 3": ("mistral", {"sliding_window": 3}),
+    "qwen2, window 200": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 200, "max_window_layers": 1, "layer_types": None},
+    ),
+    "gemma2": (
+        "gemma2",
+        _WIDE
+        | {"sliding_window": 150, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 3.0}
+        | {"final_logit_softcapping": 5.0},
+    ),
+    "gemma3": (
+        "gemma3_text",
+        _WIDE
+        | {"sliding_window": 70, "query_pre_attn_scalar": 20, "final_logit_softcapping": 5.0}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "phi3": ("phi3", {"sliding_window": 130}),
+    "phi4": (  # longrope, and RoPE on half of each head
+        "phi3",
+        {
+            "original_max_position_embeddings": 128,
+            "rope_parameters": _ROPE
+            | {"rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 6.0]}
+            | {"original_max_position_embeddings": 128, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
+    "granite": (
+        "granite",
+        {"embedding_multiplier": 3.0, "attention_multiplier": 0.3}
+        | {"residual_multiplier": 0.6, "logits_scaling": 0.7},
+    ),
+    "olmo2": ("olmo2", {}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    ),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}),
+}
+"""What families can do beyond a plain Llama: a family, and settings."""
 VOCAB_SIZE = 97
 HIDDEN_SIZE = 48
 DRAFT_VOCABULARY = torch.arange(0, VOCAB_SIZE, 2)
@@ -33,30 +99,51 @@ def tiny_model(
     dtype: torch.dtype = torch.float32,
     vocab_size: int = VOCAB_SIZE,
     tied: bool = False,
+    planned_tokens: int | None = None,
 ) -> PreTrainedModel:
-    """A random model, sharp enough that its samples vary with the context."""
-    config = AutoConfig.for_model(
-        family,
-        vocab_size=vocab_size,
-        hidden_size=HIDDEN_SIZE,
-        intermediate_size=80,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=1024,
-        tie_word_embeddings=tied,
-        sliding_window=None,
-        initializer_range=0.2,
-    )
+    """A random model, sharp enough that its samples vary with the context.
+
+    Args:
+        family: Or a key of `VARIANTS`.
+        planned_tokens: How long its texts are, where its positions depend on that.
+    """
+    model_type, settings = VARIANTS.get(family, (family, {}))
+    settings = {
+        "vocab_size": vocab_size,
+        "hidden_size": HIDDEN_SIZE,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": tied,
+        "sliding_window": None,
+        "initializer_range": 0.2,
+        "pad_token_id": None,
+        **settings,
+    }
+    config = AutoConfig.for_model(model_type, **settings)
+    if planned_tokens is not None:
+        config = planned_config(config, planned_tokens, stretch=False)
     torch.manual_seed(7)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+    if family in VARIANTS:  # whose norms and biases do nothing as they begin
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter += 0.3 * torch.randn_like(parameter)
+    return model
 
 
 @functools.cache
-def tiny_target(family: str = "llama", dtype: torch.dtype = torch.float32, attention: str = "auto") -> Target:
+def tiny_target(
+    family: str = "llama",
+    dtype: torch.dtype = torch.float32,
+    attention: str = "auto",
+    planned_tokens: int | None = None,
+) -> Target:
     """A target with its pass sizes chosen; shared, since decoding does not change it."""
-    target = Target(tiny_model(family, dtype), attention)
+    target = Target(tiny_model(family, dtype, planned_tokens=planned_tokens), attention)
     exactness = choose_pass_sizes(target)
     assert exactness.lossless
     target.pass_sizes = exactness.pass_sizes

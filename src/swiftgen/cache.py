@@ -18,13 +18,23 @@ BLOCK_TOKENS = 128
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Dimensions shared by all caches of one model."""
+    """Dimensions shared by all caches of one model.
+
+    Attributes:
+        windows: Sliding window of each layer in tokens, None where a layer sees all; empty if all do.
+    """
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    windows: tuple[int | None, ...] = ()
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """One window for each layer."""
+        return self.windows or (None,) * self.num_layers
 
     def empty(self, num_tokens: int) -> Tensor:
         """Uninitialised `[num_layers, num_kv_heads, num_tokens, head_dim]`."""
@@ -38,12 +48,23 @@ class CacheView:
 
     The prefix is seen by every row; the tail under the mask of the pass. The last keys and values of the
     tail are the rows' own: the pass writes them before it attends.
+
+    With a sliding window there are also the keys at its edge, which lie before the prefix and are seen by
+    some rows of the block and not by others. They are masked, and summed with the tail.
+
+    Attributes:
+        edge_keys, edge_values: None where there is no edge.
+        edge_begin, tail_begin: Positions of the first key of the edge and of the tail.
     """
 
     prefix_keys: Tensor
     prefix_values: Tensor
     tail_keys: Tensor
     tail_values: Tensor
+    edge_keys: Tensor | None = None
+    edge_values: Tensor | None = None
+    edge_begin: int = 0
+    tail_begin: int = 0
 
 
 class KVCache(Protocol):
@@ -54,10 +75,11 @@ class KVCache(Protocol):
         """Cached keys before the rows that belong to the tail; every row sees them."""
         ...
 
-    def view(self, num_rows: int, first_row: int) -> CacheView:
+    def view(self, num_rows: int, first_row: int, window: int | None = None) -> CacheView:
         """What `num_rows` rows attend to.
 
-        `first_row` counts the rows of the same tree computed before; they are part of the tail.
+        `first_row` counts the rows of the same tree computed before; they are part of the tail. A row of a
+        layer with a sliding window sees the keys less than `window` tokens before it.
         """
         ...
 
@@ -93,15 +115,27 @@ class FullCache:
         """Committed tokens after the last block boundary."""
         return self.length % BLOCK_TOKENS
 
-    def view(self, num_rows: int, first_row: int) -> CacheView:
-        """The rows lie behind the committed tokens."""
+    def view(self, num_rows: int, first_row: int, window: int | None = None) -> CacheView:
+        """The rows lie behind the committed tokens.
+
+        All rows of a pass lie in the block after the prefix. So where its window begins and where its edge
+        ends depends on the block alone, like the prefix itself.
+        """
         split, end = self.num_prefix_tokens, self.length + first_row + num_rows
         assert end <= self.capacity, "no room for the rows of a pass"
+        begin = edge = 0
+        if window is not None:
+            begin = max(0, split + 1 - window)  # what the first row of the block sees
+            edge = min(split, max(0, split + BLOCK_TOKENS - window))  # and the last
         return CacheView(
-            self.keys[:, :, :split],
-            self.values[:, :, :split],
+            self.keys[:, :, edge:split],
+            self.values[:, :, edge:split],
             self.keys[:, :, split:end],
             self.values[:, :, split:end],
+            self.keys[:, :, begin:edge] if edge > begin else None,
+            self.values[:, :, begin:edge] if edge > begin else None,
+            begin,
+            split,
         )
 
     def commit(self, rows: Sequence[int]) -> None:
@@ -122,6 +156,9 @@ class PartialCache:
     `num_sinks` tokens always stay. With `by_importance=False` the most recent tokens are kept instead
     (the oldest is replaced first) and nothing is ever selected again.
 
+    Layers with a sliding window need no selection: they read the last tokens of their window from the full
+    cache, at most `budget` of them.
+
     Args:
         budget: Tokens kept per layer and head, sinks included.
     """
@@ -138,17 +175,24 @@ class PartialCache:
         self.length = 0
         self.num_selections = 0
         self._victims: list[int] = []  # slots to overwrite, next one last
+        self._full: FullCache | None = None  # the cache that is followed
+        self._layers = [layer for layer, window in enumerate(shape.layer_windows) if window is None]
 
     @property
     def num_bytes(self) -> int:
         """Bytes allocated for keys and values."""
         return 2 * self.keys.numel() * self.keys.element_size()
 
-    def view(self, num_rows: int, first_row: int) -> CacheView:
+    def view(self, num_rows: int, first_row: int, window: int | None = None) -> CacheView:
         """The selection is the prefix; the rows are the whole tail and are not kept."""
         assert first_row == 0, "the rows of a draft pass go into one pass"
         rows = self._shape.empty(num_rows), self._shape.empty(num_rows)
-        return CacheView(self.keys[:, :, : self.length], self.values[:, :, : self.length], *rows)
+        if window is None or self._full is None:
+            return CacheView(self.keys[:, :, : self.length], self.values[:, :, : self.length], *rows)
+        end = self._full.length
+        begin = max(0, end - min(window - 1, self.budget))
+        keys, values = self._full.keys[:, :, begin:end], self._full.values[:, :, begin:end]
+        return CacheView(keys, values, *rows, tail_begin=end)
 
     def update(self, full: FullCache, begin: int, queries: Tensor) -> None:
         """Follow the full cache, which has grown from `begin` to its present length.
@@ -156,6 +200,9 @@ class PartialCache:
         Args:
             queries: Those of the last committed token, `[num_layers, num_kv_heads, group, head_dim]`.
         """
+        self._full = full
+        if not self._layers:
+            return
         num_new = full.length - begin
         num_free = min(num_new, self.budget - self.length)
         if num_new - num_free > len(self._victims):
@@ -173,7 +220,7 @@ class PartialCache:
     def select(self, full: FullCache, queries: Tensor) -> None:
         """Choose anew which tokens of the full cache to keep."""
         self.length = min(full.length, self.budget)
-        for layer in range(self.keys.shape[0]):
+        for layer in self._layers:
             chosen = self._choose(full.keys[layer, :, : full.length], queries[layer])  # [heads, kept]
             gather = chosen.unsqueeze(-1).expand(-1, -1, self.keys.shape[-1])
             self.keys[layer, :, : self.length] = full.keys[layer].gather(1, gather)

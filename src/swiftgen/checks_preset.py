@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from swiftgen.architectures import yarn_config
 from swiftgen.conversion import converted_folder
 from swiftgen.devices import free_bytes, resolve_device, resolve_dtype
 from swiftgen.errors import SwiftgenError
@@ -16,7 +15,7 @@ from swiftgen.findings import Finding, Section, run_checks
 from swiftgen.heads_files import check_heads, load_heads
 from swiftgen.limits import MemoryEstimate, estimate_memory, fitting_tokens
 from swiftgen.model_store import not_here
-from swiftgen.models import OpenedModel, load_weights, open_model
+from swiftgen.models import OpenedModel, load_weights, open_model, planned_config
 from swiftgen.presets import Preset
 from swiftgen.sources import is_hub_id, resolve_source
 from swiftgen.target import Target
@@ -166,7 +165,7 @@ class PresetChecks:
             advice = f"All {_positions(positions)} of the model need more memory."
             return Finding(text, "note", advice, figures)
         if self._preset.long_context == "yarn":
-            yarn_config(opened.config, positions + 1)  # refuses what cannot be stretched
+            planned_config(opened.config, positions + 1, stretch=True)  # refuses what cannot be stretched
             self._longest_tokens = figures["num_tokens"] = fitting
             text = f"{count(fitting)} tokens with the prompt: memory ends there, beyond "
             return Finding(f"{text}{_positions(positions)} they are stretched (YaRN)", figures=figures)
@@ -230,7 +229,7 @@ class PresetChecks:
 
     def _measured_exactness(self, opened: OpenedModel) -> Exactness:
         with Console(stderr=True).status("loading the weights, to check which passes agree bit for bit"):
-            target = Target(load_weights(opened).model, self._preset.model.attention)
+            target = Target(load_weights(opened, opened.max_positions).model, self._preset.model.attention)
             return known_exactness(target, opened.fingerprint)
 
     def _plain_decoding(self, gb_per_s: float | None) -> Finding | None:

@@ -17,6 +17,7 @@ from swiftgen.alphabets import foreign_tokens
 from swiftgen.architectures import head_dim
 from swiftgen.attention import prefix_kernel
 from swiftgen.cache import BLOCK_TOKENS, FullCache, PartialCache
+from swiftgen.conformance import checked_target
 from swiftgen.crowding import use_allowed_cores, watch_cores
 from swiftgen.decode import StepEvent, decode
 from swiftgen.drafters.base import Drafter, Pace
@@ -34,7 +35,7 @@ from swiftgen.models import (
     estimate_memory,
     load_weights,
     open_model,
-    yarn_config,
+    planned_config,
 )
 from swiftgen.native import kernels_for
 from swiftgen.planner import Planner
@@ -88,8 +89,7 @@ class Engine:
         opened: its model without the weights.
         tokenizer: the model's tokenizer.
         eos_token_ids: every token that ends a text.
-        stretch_to: positions to reach at least, with long_context=yarn: a run that is continued keeps the
-            stretch it began with.
+        stretch_to: positions to plan for at least: a run that is continued keeps those it began with.
     """
 
     def __init__(self, preset: Preset) -> None:
@@ -153,9 +153,9 @@ class Engine:
         preset, opened = self.preset, self.opened
         total = prompt_tokens + num_tokens
         check_length(prompt_tokens, num_tokens, opened.max_positions, preset.long_context)
-        stretch_to = max(total, self.stretch_to) if preset.long_context == "yarn" else None
-        config = opened.config if stretch_to is None else yarn_config(opened.config, stretch_to)
-        # A model stretched for another length would write another text.
+        reach, stretch = max(total, self.stretch_to), preset.long_context == "yarn"
+        config = planned_config(opened.config, reach, stretch)
+        # A model planned for another length would write another text.
         is_loaded = self._ready and self._ready.loaded.max_positions == config.max_position_embeddings
         weights_bytes = 0 if is_loaded else opened.weights_bytes + opened.quantised_bytes
         check_memory(estimate_memory(config, weights_bytes, total, opened.dtype), opened.device)
@@ -173,14 +173,14 @@ class Engine:
         self._ready = None  # before the new weights come
         if opened.device.type == "cpu":
             watch_cores()
-        loaded = load_weights(opened, stretch_to)
+        loaded = load_weights(opened, reach, stretch)
         ready_heads = None
         if heads:
             model = loaded.model
             ready_heads = ReadyHeads(
                 heads, model.get_input_embeddings(), model.get_output_embeddings(), kernels
             )
-        target = Target(loaded.model, preset.model.attention)
+        target = checked_target(loaded.model, preset.model.attention)
         exactness = known_exactness(target, loaded.fingerprint)
         target.pass_sizes = exactness.pass_sizes
         self._ready = _Ready(loaded, target, ready_heads, exactness)

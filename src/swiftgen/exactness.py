@@ -124,8 +124,8 @@ def arithmetic_of(
     small.vocab_size, small.hidden_size, small.intermediate_size = 8, 32, 32
     small.num_hidden_layers, small.num_attention_heads, small.num_key_value_heads = 1, 2, 1
     small.pad_token_id = None
-    if getattr(small, "layer_types", None):
-        small.layer_types = small.layer_types[:1]
+    if kinds := getattr(small, "layer_types", None):
+        small.layer_types = sorted(kinds)[-1:]  # one that slides, if any does
     model = model_class(small)(small).to(device=device, dtype=dtype)
     if is_quantised:
         attach_zeros(model)
@@ -226,10 +226,13 @@ def _row(logits: Tensor, hidden: Tensor, cache: FullCache, row: int) -> list[Ten
 
 
 def _noise_cache(target: Target) -> FullCache:
-    cache = FullCache(target.cache_shape, _CONTEXT_TOKENS + 1 + CANDIDATE_SIZES[-1])
+    shape = target.cache_shape
+    longest = max((window for window in shape.windows if window), default=0)
+    num_tokens = _CONTEXT_TOKENS + longest - longest % BLOCK_TOKENS  # beyond every sliding window
+    cache = FullCache(shape, num_tokens + 1 + CANDIDATE_SIZES[-1])
     generator = torch.Generator().manual_seed(0)
     for tensor in (cache.keys, cache.values):
-        noise = torch.randn(tensor[:, :, :_CONTEXT_TOKENS].shape, generator=generator)
-        tensor[:, :, :_CONTEXT_TOKENS] = noise.to(tensor)
-    cache.length = _CONTEXT_TOKENS
+        noise = torch.randn(tensor[:, :, :num_tokens].shape, generator=generator)
+        tensor[:, :, :num_tokens] = noise.to(tensor)
+    cache.length = num_tokens
     return cache

@@ -14,16 +14,16 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from swiftgen.architectures import SUPPORTED, check_supported, model_class, yarn_config
+from swiftgen.architectures import SUPPORTED, check_family, check_supported, model_class
 from swiftgen.conversion import converted_copy, quiet_transformers
 from swiftgen.devices import free_bytes, resolve_device, resolve_dtype
 from swiftgen.errors import SwiftgenError, first_line
 from swiftgen.limits import MemoryEstimate, check_length, check_memory, estimate_memory
+from swiftgen.positions import planned_config, usable_positions, yarn_config
 from swiftgen.presets import Preset
 from swiftgen.quantised import attach_quantised, quantised_bytes
 from swiftgen.sources import ResolvedSource, read_header, resolve_source, shards
@@ -44,6 +44,7 @@ __all__ = [
     "load_model",
     "load_weights",
     "open_model",
+    "planned_config",
     "resolve_device",
     "resolve_dtype",
     "resolve_source",
@@ -83,7 +84,7 @@ class LoadedModel:
         source: what the preset said.
         fingerprint: identifies the weights, see `ResolvedSource`.
         eos_token_ids: every token that ends a text, by the generation config, the config or the tokenizer.
-        max_positions: positions the model can use, after YaRN if that was asked for.
+        max_positions: positions the model can use, as planned for the run.
     """
 
     model: PreTrainedModel
@@ -101,13 +102,12 @@ def load_model(preset: Preset, total_tokens: int | None = None) -> LoadedModel:
 
     Args:
         preset: names the source, dtype, device and the long-context rule.
-        total_tokens: planned prompt and text together; needed for `long_context: yarn` to take effect.
+        total_tokens: planned prompt and text together; see `load_weights`.
 
     Raises:
         SwiftgenError: see `open_model`.
     """
-    stretch_to = total_tokens if preset.long_context == "yarn" else None
-    return load_weights(open_model(preset), stretch_to)
+    return load_weights(open_model(preset), total_tokens, preset.long_context == "yarn")
 
 
 def open_model(preset: Preset, *, local_only: bool = False) -> OpenedModel:
@@ -135,7 +135,7 @@ def open_model(preset: Preset, *, local_only: bool = False) -> OpenedModel:
         source=resolved.source,
         fingerprint=resolved.fingerprint,
         eos_token_ids=_eos_token_ids(folder, config, tokenizer),
-        max_positions=int(config.max_position_embeddings),
+        max_positions=usable_positions(config),
         weights_bytes=_num_params(folder) * dtype.itemsize,
         quantised_bytes=quantised_bytes(folder) if device.type == "cpu" else 0,
         dtype=dtype,
@@ -143,17 +143,20 @@ def open_model(preset: Preset, *, local_only: bool = False) -> OpenedModel:
     )
 
 
-def load_weights(opened: OpenedModel, stretch_to: int | None = None) -> LoadedModel:
+def load_weights(opened: OpenedModel, total_tokens: int | None = None, stretch: bool = False) -> LoadedModel:
     """Load the weights of an opened model.
 
     Args:
         opened: from `open_model`.
-        stretch_to: positions to reach by YaRN if the model has fewer; None leaves the model as it is.
+        total_tokens: prompt and text that the positions are planned for; None leaves the model as it is.
+        stretch: reach as far by YaRN if the model has fewer positions.
 
     Raises:
         SwiftgenError: if the weights are damaged or do not fit the config.
     """
-    config = opened.config if stretch_to is None else yarn_config(opened.config, stretch_to)
+    config = opened.config
+    if total_tokens is not None:
+        config = planned_config(config, total_tokens, stretch)
     try:
         with quiet_transformers():
             model, info = model_class(config).from_pretrained(
@@ -198,7 +201,7 @@ def _load_config(folder: Path) -> PretrainedConfig:
     if raw is None:
         raise SwiftgenError(f"{folder / 'config.json'} is damaged", "Fetch or copy the model again.")
     if raw.get("model_type") not in SUPPORTED:  # may be unknown to transformers, or need code from the hub
-        check_supported(SimpleNamespace(model_type=raw.get("model_type")))
+        check_family(raw.get("model_type"))
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from swiftgen.architectures import head_dim
-from swiftgen.attention import ATTENTION_NAME, TreePass, prefix_kernel, tree_attention, tree_mask
-from swiftgen.cache import BLOCK_TOKENS, CacheShape, CacheView, FullCache, KVCache
+from swiftgen.architectures import head_dim, layer_windows, logits_rule
+from swiftgen.attention import ATTENTION_NAME, TreePass, new_tree_pass, prefix_kernel, tree_attention
+from swiftgen.cache import BLOCK_TOKENS, CacheShape, FullCache, KVCache
 from swiftgen.errors import SwiftgenError
+from swiftgen.experts import use_independent_experts
 from swiftgen.layers import NativeLayer, NativeStack, fuse_layers
 from swiftgen.linear import PackedLinear, linear_maker, replace_linears
 from swiftgen.native import NativePass, kernels_for
@@ -52,6 +53,10 @@ class Target:
     Args:
         model: A causal language model in eval mode; it is changed in place and belongs to the target.
         attention: Prefix kernel by its preset name.
+
+    Attributes:
+        windows: Sliding window of each layer, see `architectures.layer_windows`.
+        finish_logits: What the model does behind its lm_head, see `architectures.logits_rule`.
     """
 
     def __init__(self, model: PreTrainedModel, attention: str = "auto") -> None:
@@ -61,12 +66,17 @@ class Target:
         AttentionInterface.register(ATTENTION_NAME, tree_attention)
         AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
         model.set_attn_implementation(ATTENTION_NAME)
+        use_independent_experts(model)
         self._base: nn.Module = model.base_model
         self._norm: nn.Module = self._base.norm
         self._base.norm = nn.Identity()
         kernels = kernels_for(attention, self.device, self.dtype, head_dim(self.config))
         make_linear = linear_maker(self.device, self.dtype, kernels)
-        self._fused = fuse_layers(self._base, head_dim(self.config), make_linear, kernels)
+        self.windows = layer_windows(self.config)
+        is_native = kernels is not None and not any(self.windows)  # which see all keys
+        self._fused = fuse_layers(
+            self._base, head_dim(self.config), make_linear, kernels if is_native else None
+        )
         self._kernels = kernels if isinstance(self._base.layers[0], NativeLayer | NativeStack) else None
         if attention == "native" and not self._kernels:
             raise SwiftgenError(
@@ -76,6 +86,7 @@ class Target:
         if not self._fused:
             replace_linears(self._base, make_linear)
         self._lm_head: nn.Module = make_linear(model.lm_head)
+        self.finish_logits = logits_rule(self.config)
         self._linears = _kinds_of_linears(self._base, kernels.build if kernels else "")
         self._group = self.config.num_attention_heads // self.config.num_key_value_heads
         self.pass_sizes: tuple[int, ...] = (BLOCK_TOKENS,)
@@ -85,7 +96,12 @@ class Target:
         """Dimensions of a KV cache for this model."""
         config = self.config
         return CacheShape(
-            config.num_hidden_layers, config.num_key_value_heads, head_dim(config), self.dtype, self.device
+            config.num_hidden_layers,
+            config.num_key_value_heads,
+            head_dim(config),
+            self.dtype,
+            self.device,
+            self.windows if any(self.windows) else (),
         )
 
     @property
@@ -155,9 +171,10 @@ class Target:
         padding = size - live
         rows = slice(first, first + live)
         token_ids = torch.tensor([tree.tokens[rows] + tree.tokens[:1] * padding])
-        positions = torch.tensor([tree.depths[rows] + [0] * padding]) + position
-        tree_pass = self._new_pass(cache.view(size, first), tree.visibility(first + size)[first:], is_prefill)
-        hidden = self._run(token_ids.to(self.device), positions.to(self.device), tree_pass)
+        so_far = torch.tensor(tree.depths[: first + live] + [0] * padding) + position
+        visible = tree.visibility(first + size)[first:]
+        tree_pass = self._new_pass(cache, visible, so_far, is_prefill)
+        hidden = self._run(token_ids.to(self.device), so_far[None, first:].to(self.device), tree_pass)
         return PassOutput(hidden[0, :live], tree_pass.stacked_queries()[:, :, :, :live])
 
     def _run(self, token_ids: Tensor, positions: Tensor, tree_pass: TreePass | NativePass) -> Tensor:
@@ -175,14 +192,15 @@ class Target:
             hidden = layer(hidden, position_embeddings=rotary, tree_pass=tree_pass)
         return hidden
 
-    def _new_pass(self, view: CacheView, visible: Tensor, is_prefill: bool) -> TreePass | NativePass:
+    def _new_pass(
+        self, cache: KVCache, visible: Tensor, positions: Tensor, is_prefill: bool
+    ) -> TreePass | NativePass:
+        """A pass over the last T rows of a tree, see `attention.new_tree_pass`."""
         if self._kernels:
-            num_heads = self.config.num_attention_heads
-            return NativePass(self._kernels, view, visible, num_heads, is_prefill)
-        num_before = view.tail_keys.shape[2] - visible.shape[1]
-        return TreePass(
-            view, tree_mask(visible, num_before, self._group).to(self.device), self._prefix_kernel
-        )
+            num_rows, num_so_far = visible.shape
+            view = cache.view(num_rows, num_so_far - num_rows)
+            return NativePass(self._kernels, view, visible, self.config.num_attention_heads, is_prefill)
+        return new_tree_pass(cache, self.windows, visible, positions, self._group, self._prefix_kernel)
 
     def normed(self, hidden: Tensor) -> Tensor:
         """The model's final norm: what the lm_head reads, `[T, hidden]`."""
@@ -195,12 +213,12 @@ class Target:
 
     @torch.inference_mode()
     def unembed(self, hidden: Tensor, num_rows: int | None = None) -> Tensor:
-        """The lm_head alone, padded like a pass: `[T, hidden]` -> float32 `[T, vocab]`."""
+        """The lm_head and what follows it, padded like a pass: `[T, hidden]` -> float32 `[T, vocab]`."""
         logits = []
         for part in hidden.split(min(LM_HEAD_ROWS, self.max_rows)):
             size = min(LM_HEAD_ROWS, num_rows or self.pass_size(len(part)))
             padded = nn.functional.pad(part, (0, 0, 0, size - len(part)))
-            logits.append(self._lm_head(padded)[: len(part)].float())
+            logits.append(self.finish_logits(self._lm_head(padded)[: len(part)].float()))
         return logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def prefill(

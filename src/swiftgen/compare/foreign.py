@@ -27,8 +27,7 @@ _NO_WINDOW = "its penalty sees the whole context, not the last {W:,} tokens"
 
 def hf_runs(engine: Engine, total_tokens: int) -> Callable[[bool], tuple[Run, tuple[str, ...]]]:
     """Runs of transformers' `generate` with one more copy of the model; the argument is for prompt lookup."""
-    stretch_to = total_tokens if engine.preset.long_context == "yarn" else None
-    model = load_weights(engine.opened, stretch_to).model
+    model = load_weights(engine.opened, total_tokens, engine.preset.long_context == "yarn").model
 
     def make(with_lookup: bool) -> tuple[Run, tuple[str, ...]]:
         options, notes = generate_options(engine)

@@ -66,7 +66,8 @@ class ReadyHeads:
         outputs = self.heads.output(states, depth)
         if self._lm_head is None or self.vocabulary is None:
             return states, target.unembed(outputs)
-        return states, self._lm_head(outputs)[:, : len(self.vocabulary) + 1].float()
+        logits = self._lm_head(outputs)[:, : len(self.vocabulary) + 1]
+        return states, target.finish_logits(logits.float())
 
     def sampler(self, sampler: Sampler, vocab_size: int) -> Sampler:
         """The sampler that ranks what `step` gives."""

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from swiftgen.architectures import logits_rule
+
 
 class FrozenBase:
     """A model in eval mode without its final norm, since heads read the state before it.
@@ -19,6 +21,7 @@ class FrozenBase:
 
     Attributes:
         norm, lm_head, embedding: Parts of the model that heads share.
+        finish_logits: What the model does behind its lm_head.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -30,6 +33,7 @@ class FrozenBase:
         self._decoder.norm = nn.Identity()
         self.lm_head: nn.Linear = model.lm_head
         self.embedding: nn.Embedding = model.get_input_embeddings()
+        self.finish_logits = logits_rule(model.config)
 
     @torch.no_grad()
     def states(self, token_ids: Tensor, **options: Any) -> Tensor:
@@ -46,8 +50,7 @@ class FrozenBase:
     @torch.no_grad()
     def logits(self, states: Tensor) -> Tensor:
         """What the base itself predicts from states: `[..., hidden]` -> float32 `[..., vocab]`."""
-        logits: Tensor = self.lm_head(self.norm(states)).float()
-        return logits
+        return self.finish_logits(self.lm_head(self.norm(states)).float())
 
     @contextmanager
     def attention(self, name: str) -> Iterator[None]:

@@ -42,7 +42,7 @@ def judge_heads(
     heads, info = load_heads(path)
     check_heads(heads, info, path, config.hidden_size, config.vocab_size)
     texts = read_texts(data, engine, sequence_length, max_sequences)
-    base = FrozenBase(load_weights(engine.opened).model)
+    base = FrozenBase(load_weights(engine.opened, engine.opened.max_positions).model)
     judged = torch.arange(min(max_sequences, len(texts)))
     heads = heads.float().to(base.device)
     judgement = judge_for(engine, base, heads, texts, StateStore(base, texts, None), judged)

@@ -124,7 +124,8 @@ class HeadsObjective:
 
     def unembed(self, outputs: Tensor) -> Tensor:
         """Float32 logits over the draft vocabulary, `[..., V]`."""
-        return linear(outputs.to(self._lm_head.dtype), self._lm_head, self._bias).float()
+        logits = linear(outputs.to(self._lm_head.dtype), self._lm_head, self._bias)
+        return self._base.finish_logits(logits.float())
 
     def columns(self, tokens: Tensor) -> Tensor:
         """Columns of tokens in the draft vocabulary; -100, which `cross_entropy` ignores, outside."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from swiftgen.architectures import head_dim
+from swiftgen.architectures import head_dim, layer_windows
 from swiftgen.sampling import Sampler
 from swiftgen.training.base import FrozenBase
 from swiftgen.training.states import StateStore, mapped
@@ -44,6 +44,7 @@ class BatchCache:
         )
         self.keys = torch.empty(shape, dtype=base.dtype, device=base.device)
         self.values = torch.empty_like(self.keys)
+        self.windows = layer_windows(config)
         self.length = 0
 
 
@@ -56,9 +57,10 @@ def batch_attention(
     *,
     scaling: float,
     batch_cache: BatchCache,
+    softcap: float | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """One token of each sequence attends to all before it.
+    """One token of each sequence attends to all before it, or to those of its window.
 
     The query heads of a KV head stand where kernels expect query positions, so keys are not repeated.
 
@@ -68,14 +70,18 @@ def batch_attention(
     Returns:
         `[B, 1, H, D]`, and no attention weights.
     """
-    end = batch_cache.length + 1
+    end, window = batch_cache.length + 1, batch_cache.windows[module.layer_idx]
+    begin = max(0, end - window) if window else 0
     keys, values = batch_cache.keys[module.layer_idx], batch_cache.values[module.layer_idx]
     keys[:, :, end - 1], values[:, :, end - 1] = key[:, :, 0], value[:, :, 0]
+    keys, values = keys[:, :, begin:end], values[:, :, begin:end]
     batch_size, num_kv_heads = key.shape[:2]
     q = query.reshape(batch_size, num_kv_heads, -1, query.shape[-1])  # [B, Hkv, G, D]
-    out = torch.nn.functional.scaled_dot_product_attention(
-        q, keys[:, :, :end], values[:, :, :end], scale=scaling
-    )
+    if softcap:
+        scores = softcap * torch.tanh(q.float() @ keys.float().transpose(2, 3) * (scaling / softcap))
+        out = (scores.softmax(dim=-1) @ values.float()).to(q.dtype)
+    else:
+        out = torch.nn.functional.scaled_dot_product_attention(q, keys, values, scale=scaling)
     return out.reshape(batch_size, 1, -1, query.shape[-1]), None
 
 

@@ -86,7 +86,8 @@ class _Session:
         trainer = None
         try:
             self._say(f"loading {self._engine.preset.name} ...")
-            base = FrozenBase(load_weights(self._engine.opened).model)
+            opened = self._engine.opened
+            base = FrozenBase(load_weights(opened, opened.max_positions).model)
             if request.dry_run:
                 print(describe_plan(make_plan(request, self._engine, base)))
                 return 0
