@@ -30,6 +30,10 @@ SHIPPED = {
     "qwen25-1.5b",
     "qwen25-7b",
     "qwen25-14b",
+    "qwen3-8b",
+    "smollm3-3b",
+    "phi4-mini",
+    "gemma3-1b",
     "r1-qwen-32b",
     "qwq-32b",
 }
