@@ -15,12 +15,13 @@ from rich.console import Console
 
 from swiftgen.architectures import check_supported, model_class
 from swiftgen.errors import SwiftgenError, first_line
+from swiftgen.gguf_positions import scaled_rope
 from swiftgen.model_store import building, cache_folder, cannot_write, need_space
 from swiftgen.quantised import save_quantised
 from swiftgen.sources import ResolvedSource
 
 # Part of the name of a converted copy: raise it when the conversion changes.
-_CONVERSION = 2
+_CONVERSION = 3
 
 
 def converted_copy(resolved: ResolvedSource, dtype: torch.dtype) -> Path:
@@ -72,9 +73,11 @@ def _convert(gguf: Path, dtype: torch.dtype, target: Path) -> None:
     try:
         with quiet_transformers():
             config = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+            config.rope_parameters = scaled_rope(gguf, config)
             check_supported(config)
             model, info = model_class(config).from_pretrained(
                 gguf.parent,
+                config=config,
                 gguf_file=gguf.name,
                 quantization_config=GgufConfig(dequantize=True),
                 dtype=dtype,
@@ -84,7 +87,10 @@ def _convert(gguf: Path, dtype: torch.dtype, target: Path) -> None:
     except SwiftgenError:
         raise
     except Exception as error:  # gguf and transformers raise whatever a damaged file leads to
-        raise SwiftgenError(f"cannot read {gguf}: {first_line(error)}", "The file may be damaged.") from error
+        raise SwiftgenError(
+            f"cannot read {gguf}: {first_line(error)}",
+            "The file may be damaged, or its architecture or the type of its weights is new to transformers.",
+        ) from error
     if info["missing_keys"]:
         raise SwiftgenError(f"{gguf} lacks weights of the model, e.g. {min(info['missing_keys'])}")
     need_space(sum(p.numel() * p.element_size() for p in model.parameters()), "the converted model")
