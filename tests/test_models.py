@@ -170,7 +170,6 @@ class TestSupported:
         ("config", "words"),
         [
             (SimpleNamespace(), "None"),
-            (SimpleNamespace(model_type="llama", quantization_config={"quant_method": "gptq"}), "quantised"),
             (
                 SimpleNamespace(model_type="llama", rope_parameters={"rope_type": "proportional"}),
                 "proportional",

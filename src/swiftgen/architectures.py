@@ -59,8 +59,6 @@ def check_supported(config: Any) -> None:
             )
     if getattr(config, "use_bidirectional_attention", None):
         raise SwiftgenError(f"this {family} model attends to later tokens, so it cannot write")
-    if getattr(config, "quantization_config", None) is not None:
-        raise SwiftgenError("quantised safetensors are not supported", "Use 16-bit weights or a GGUF file.")
     for rope in _rope_rules(config):
         kind = rope.get("rope_type", "default")
         if kind not in _ROPE_RULES or (kind in _GROWING_RULES and rope is not config.rope_parameters):

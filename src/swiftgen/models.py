@@ -11,7 +11,6 @@ could run code from a hub.
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,10 @@ from swiftgen.limits import MemoryEstimate, check_length, check_memory, estimate
 from swiftgen.positions import planned_config, usable_positions, yarn_config
 from swiftgen.presets import Preset
 from swiftgen.quantised import attach_quantised, quantised_bytes
+from swiftgen.quantisers import bytes_loaded, check_quantiser, quantisation_config, stored_method
+from swiftgen.ranks import num_ranks
 from swiftgen.sources import ResolvedSource, read_header, resolve_source, shards
+from swiftgen.tensor_parallel import device_of_rank, distributed_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -58,7 +60,8 @@ class OpenedModel:
 
     Attributes:
         folder: config.json, tokenizer and safetensors, ready to load.
-        weights_bytes: size of all parameters in `dtype`.
+        weights_bytes: size of all parameters in memory, or of the share of one rank.
+        quantization: the preset's `model.quantization`.
         quantised_bytes: of the same weights in few bits, for the native kernels; 0 where there are none.
         For the rest see `LoadedModel`.
     """
@@ -72,6 +75,7 @@ class OpenedModel:
     max_positions: int
     weights_bytes: int
     quantised_bytes: int
+    quantization: str
     dtype: torch.dtype
     device: torch.device
 
@@ -120,13 +124,18 @@ def open_model(preset: Preset, *, local_only: bool = False) -> OpenedModel:
     Raises:
         SwiftgenError: no such model or device, no network, wrong hash, gated, unsupported architecture.
     """
-    device = resolve_device(preset.model.device)
+    device = resolve_device(device_of_rank(preset.model.device))
     dtype = resolve_dtype(preset.model.dtype, device)
     resolved = resolve_source(preset.model, local_only=local_only)
-    folder = converted_copy(resolved, dtype) if resolved.kind == "gguf" else resolved.path
+    is_gguf, quantization = resolved.kind == "gguf", preset.model.quantization
+    if is_gguf:
+        check_quantiser("gguf", quantization, resolved.source)
+    folder = converted_copy(resolved, dtype) if is_gguf else resolved.path
     with quiet_transformers():
         config = _load_config(folder)
         check_supported(config)
+        if not is_gguf:
+            check_quantiser(stored_method(config), quantization, resolved.source)
         tokenizer = _load_tokenizer(folder)
     return OpenedModel(
         folder=folder,
@@ -136,8 +145,9 @@ def open_model(preset: Preset, *, local_only: bool = False) -> OpenedModel:
         fingerprint=resolved.fingerprint,
         eos_token_ids=_eos_token_ids(folder, config, tokenizer),
         max_positions=usable_positions(config),
-        weights_bytes=_num_params(folder) * dtype.itemsize,
-        quantised_bytes=quantised_bytes(folder) if device.type == "cpu" else 0,
+        weights_bytes=_weights_bytes(folder, quantization, dtype) // num_ranks(),
+        quantization=quantization,
+        quantised_bytes=quantised_bytes(folder) if device.type == "cpu" and num_ranks() == 1 else 0,
         dtype=dtype,
         device=device,
     )
@@ -157,13 +167,20 @@ def load_weights(opened: OpenedModel, total_tokens: int | None = None, stretch: 
     config = opened.config
     if total_tokens is not None:
         config = planned_config(config, total_tokens, stretch)
+    spread = distributed_config(config)
+    quantising = {}
+    if opened.quantization != "none":
+        quantising = {"quantization_config": quantisation_config(opened.quantization, opened.dtype)}
+    device_map = None if opened.device.type == "cpu" or spread else {"": opened.device}
     try:
         with quiet_transformers():
             model, info = model_class(config).from_pretrained(
                 opened.folder,
                 config=config,
                 dtype=opened.dtype,
-                device_map=None if opened.device.type == "cpu" else {"": opened.device},
+                device_map=device_map,
+                distributed_config=spread,
+                **quantising,
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=False,
@@ -238,13 +255,16 @@ def _eos_token_ids(
     return tuple(dict.fromkeys(i for i in found if isinstance(i, int) and 0 <= i < config.vocab_size))
 
 
-def _num_params(folder: Path) -> int:
-    """Parameters stored in the safetensors files, by their headers."""
+def _weights_bytes(folder: Path, quantization: str, dtype: torch.dtype) -> int:
+    """Memory of what the safetensors files hold, by their headers."""
     total = 0
     for name in shards(folder):
         try:
             header = json.loads(read_header(folder / name))
-            total += sum(math.prod(entry["shape"]) for key, entry in header.items() if key != "__metadata__")
+            header.pop("__metadata__", None)
+            total += sum(
+                bytes_loaded(key, entry, quantization, dtype.itemsize) for key, entry in header.items()
+            )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise SwiftgenError(f"{folder / name} is damaged", "Fetch or copy the model again.") from error
     return total

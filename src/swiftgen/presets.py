@@ -65,6 +65,9 @@ class ModelSettings(_Strict):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = _setting(
         "auto", "auto, bfloat16, float16 or float32"
     )
+    quantization: Literal["none", "bnb-8bit", "bnb-4bit", "torchao-int8"] = _setting(
+        "none", "none, bnb-8bit, bnb-4bit or torchao-int8"
+    )
     device: Device = _setting("auto", "auto, cpu, cuda or cuda:N")
     attention: Literal["auto", "native", "sdpa", "flash"] = _setting("auto", "auto, native, sdpa or flash")
 
