@@ -12,8 +12,20 @@ from types import ModuleType
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Calls = list[dict[str, object]]
+
+
+class NoWaiting(TorchDispatchMode):
+    """Fails at operators for which a GPU would have to be waited for."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "unique"), name
+        if name in ("index", "index_put_"):
+            assert all(x is None or x.dtype != torch.bool for x in args[1]), "indexed by a mask"
+        return func(*args, **(kwargs or {}))
 
 
 def install(monkeypatch: pytest.MonkeyPatch, name: str, function: Callable[..., object]) -> None:

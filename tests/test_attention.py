@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,18 +13,15 @@ from swiftgen.attention import (
     PrefixKernel,
     TreePass,
     cpu_prefix,
-    flash_prefix,
     new_tree_pass,
-    prefix_kernel,
     sdpa_prefix,
     tree_attention,
 )
 from swiftgen.cache import BLOCK_TOKENS, CacheShape, FullCache, PartialCache
-from swiftgen.errors import SwiftgenError
 from swiftgen.tree import DraftTree
 from tiny import random_tree, shuffled
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 6, 2, 16
 GROUP = NUM_HEADS // NUM_KV_HEADS
 SCALING = 0.3
@@ -274,130 +268,3 @@ def test_a_partial_cache_of_any_length_is_a_prefix(num_keys: int):
     expected, expected_lse = prefix_reference(*prefix, SCALING)
     torch.testing.assert_close(out, expected, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
-
-
-def fake_flash_attn(calls: list[dict[str, object]]) -> Callable[..., object]:
-    """flash-attn 2's function in plain PyTorch, with its signature and its checks of the arguments."""
-
-    def flash_attn_with_kvcache(
-        q,
-        k_cache,
-        v_cache,
-        k=None,
-        v=None,
-        rotary_cos=None,
-        rotary_sin=None,
-        cache_seqlens=None,
-        cache_batch_idx=None,
-        cache_leftpad=None,
-        block_table=None,
-        softmax_scale=None,
-        causal=False,
-        window_size=(-1, -1),
-        softcap=0.0,
-        rotary_interleaved=True,
-        alibi_slopes=None,
-        num_splits=0,
-        return_softmax_lse=False,
-    ):
-        batch, num_rows, num_heads, head_dim = q.shape
-        num_keys, num_kv_heads = k_cache.shape[1:3]
-        assert k_cache.shape == v_cache.shape == (batch, num_keys, num_kv_heads, head_dim)
-        assert num_heads % num_kv_heads == 0
-        assert head_dim <= 256
-        for tensor in (q, k_cache, v_cache):
-            assert tensor.dtype in (torch.float16, torch.bfloat16)
-            assert tensor.dtype == q.dtype
-            assert tensor.stride(-1) == 1
-        assert k is v is rotary_cos is rotary_sin is cache_batch_idx is cache_leftpad is None
-        assert block_table is alibi_slopes is None
-        assert (causal, tuple(window_size)) == (False, (-1, -1))
-        assert 0 <= num_splits <= 128
-        length = num_keys if cache_seqlens is None else int(torch.as_tensor(cache_seqlens).max())
-        scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-        group = num_heads // num_kv_heads
-        keys = k_cache[:, :length].float().repeat_interleave(group, dim=2)  # [B, n, H, D]
-        values = v_cache[:, :length].float().repeat_interleave(group, dim=2)
-        scores = torch.einsum("bqhd,bnhd->bhqn", q.float(), keys) * scale
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
-        out = torch.einsum("bhqn,bnhd->bqhd", scores.softmax(-1), values).to(q.dtype)
-        calls.append({"num_splits": num_splits, "num_rows": num_rows})
-        return (out, scores.logsumexp(-1)) if return_softmax_lse else out
-
-    return flash_attn_with_kvcache
-
-
-@pytest.fixture
-def flash_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
-    calls: list[dict[str, object]] = []
-    module = ModuleType("flash_attn")
-    module.__spec__ = ModuleSpec("flash_attn", None)
-    module.flash_attn_with_kvcache = fake_flash_attn(calls)
-    monkeypatch.setitem(sys.modules, "flash_attn", module)
-    return calls
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
-@pytest.mark.parametrize("num_keys", [128, 1280])
-def test_flash_computes_the_same_prefix(
-    num_keys: int, dtype: torch.dtype, flash_calls: list[dict[str, object]]
-):
-    prefix = random_prefix(num_keys, dtype)
-    out, lse = flash_prefix(*prefix, SCALING)
-    assert (out.shape, lse.shape) == ((NUM_KV_HEADS, 1, GROUP * 4, HEAD_DIM), (NUM_KV_HEADS, 1, GROUP * 4))
-    expected, expected_lse = prefix_reference(*prefix, SCALING)
-    torch.testing.assert_close(out[:, 0].double(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
-    torch.testing.assert_close(lse[:, 0].double(), expected_lse, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (200, None), (None, 2.0)])
-def test_flash_carries_a_tree(
-    window: int | None, softcap: float | None, flash_calls: list[dict[str, object]]
-):
-    tree, rows = random_tree(1, num_nodes=8), random_rows(8, torch.bfloat16)
-    cache = filled_cache(300, torch.bfloat16)
-    expected = reference(tree, rows, cache, window, softcap)
-    actual, _ = attend(tree, rows, cache, flash_prefix, window=window, softcap=softcap)
-    torch.testing.assert_close(actual.double(), expected, rtol=2**-7, atol=2**-7)
-
-
-def test_flash_cuts_the_keys_alike_whatever_the_number_of_rows(flash_calls: list[dict[str, object]]):
-    q, k, v = random_prefix(512, torch.bfloat16)
-    flash_prefix(q, k, v, SCALING)
-    flash_prefix(q[:, :GROUP], k, v, SCALING)
-    assert len({call["num_splits"] for call in flash_calls}) == 1
-    assert flash_calls[0]["num_splits"] != 0  # 0 is a heuristic, which looks at the number of rows
-
-
-def test_each_device_has_its_kernel(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("swiftgen.attention.flash_attn_installed", lambda: False)
-    for name in ("auto", "sdpa"):
-        assert prefix_kernel(name, CPU, torch.bfloat16) is cpu_prefix
-        assert prefix_kernel(name, CUDA, torch.bfloat16) is sdpa_prefix
-
-
-def test_flash_is_taken_on_a_gpu_where_it_is_installed(flash_calls: list[dict[str, object]]):
-    assert prefix_kernel("flash", CUDA, torch.bfloat16) is flash_prefix
-    assert prefix_kernel("auto", CUDA, torch.float16) is flash_prefix
-    assert prefix_kernel("auto", CUDA, torch.float32) is sdpa_prefix
-    assert prefix_kernel("sdpa", CUDA, torch.bfloat16) is sdpa_prefix
-    assert prefix_kernel("auto", CPU, torch.bfloat16) is cpu_prefix
-
-
-@pytest.mark.parametrize(("device", "dtype"), [(CPU, torch.bfloat16), (CUDA, torch.float32)])
-def test_flash_is_refused_where_it_cannot_run(
-    device: torch.device, dtype: torch.dtype, flash_calls: list[dict[str, object]]
-):
-    with pytest.raises(
-        SwiftgenError, match=f"'flash' cannot run here .device {device.type}, {dtype}"
-    ) as caught:
-        prefix_kernel("flash", device, dtype)
-    assert "flash-attn" in caught.value.hint
-    assert "\n" not in caught.value.message
-
-
-def test_flash_is_refused_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("swiftgen.attention.flash_attn_installed", lambda: False)
-    with pytest.raises(SwiftgenError, match="flash"):
-        prefix_kernel("flash", CUDA, torch.bfloat16)

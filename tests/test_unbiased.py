@@ -69,8 +69,11 @@ class MemoTarget:
             self._logits[id(output.hidden)] = self._target.logits(output.hidden)
         return self._outputs[key]
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._logits[id(hidden)].clone()
+    def make_ready(self, cache: FullCache) -> None:
+        """Nothing to prepare."""
+
+    def logits_of(self, output: PassOutput) -> Tensor:
+        return self._logits[id(output.hidden)].clone()
 
 
 class BiasedSampler(Sampler):

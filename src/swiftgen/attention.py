@@ -12,13 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from swiftgen.cache import CacheView, KVCache
-from swiftgen.errors import SwiftgenError
+from swiftgen.devices import send
+from swiftgen.errors import SwiftgenError, first_line
+from swiftgen.spans import best_prefix
+
+if TYPE_CHECKING:
+    from swiftgen.static_pass import StaticPass
 
 ATTENTION_NAME = "swiftgen"
 SPLIT_PREFIX_TOKENS = 1024
@@ -101,7 +106,7 @@ def new_tree_pass(
             mask = tree_mask(visible, view.tail_keys.shape[2] - num_so_far, group)
         else:
             mask = window_mask(view, visible, positions, window, group)
-        seen[window] = view, mask.to(view.tail_keys.device)
+        seen[window] = view, send(mask, view.tail_keys.device)
     return TreePass([seen[window] for window in windows], kernel)
 
 
@@ -111,7 +116,13 @@ def _additive(seen: Tensor, group: int) -> Tensor:
 
 
 def attend(
-    layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, tree_pass: TreePass, softcap: float = 0.0
+    layer: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scaling: float,
+    tree_pass: TreePass | StaticPass,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Store the keys and values of a pass in the cache, and attend.
 
@@ -126,6 +137,8 @@ def attend(
     Returns:
         `[H, T, D]` in the dtype of `q`.
     """
+    if not isinstance(tree_pass, TreePass):
+        return tree_pass.attend(layer, q, k, v, scaling, softcap)
     num_kv_heads, num_rows, head_dim = k.shape
     view, mask = tree_pass.seen[layer]
     keys, values = view.tail_keys[layer], view.tail_values[layer]
@@ -221,51 +234,22 @@ def sdpa_prefix(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float = 
     return out.unsqueeze(1), lse.unsqueeze(1)
 
 
-def flash_prefix(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """Prefix by flash-attn's `flash_attn_with_kvcache`; GQA is native, keys are never repeated.
-
-    `num_splits` is fixed, so that the sum over keys is cut the same way whatever T is.
-    """
-    from flash_attn import flash_attn_with_kvcache
-
-    num_kv_heads, _, head_dim = q.shape
-    num_rows_of_group = q.shape[1]
-    out, lse = flash_attn_with_kvcache(
-        q.transpose(0, 1).unsqueeze(0),  # [1, G*T, Hkv, D]: the group's rows as query rows
-        k.transpose(0, 1).unsqueeze(0),  # [1, b, Hkv, D]
-        v.transpose(0, 1).unsqueeze(0),
-        softmax_scale=scale,
-        causal=False,
-        softcap=softcap,
-        num_splits=FLASH_NUM_SPLITS,
-        return_softmax_lse=True,
-    )
-    out = out[0].transpose(0, 1).reshape(num_kv_heads, 1, num_rows_of_group, head_dim)
-    return out, lse.reshape(num_kv_heads, 1, num_rows_of_group)
-
-
-FLASH_NUM_SPLITS = 16
-
-
-def prefix_kernel(name: str, device: torch.device, dtype: torch.dtype) -> PrefixKernel:
+def prefix_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim: int = 128) -> PrefixKernel:
     """The prefix kernel for a preset's `model.attention` (auto, sdpa or flash) on this device.
 
     Raises:
         SwiftgenError: If flash-attn is asked for and is not installed, or cannot run on this device or dtype.
     """
-    flash_fits = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-    if name == "flash" or (name == "auto" and flash_fits):
-        if flash_fits and flash_attn_installed():
-            return flash_prefix
-        if name == "flash":
-            raise SwiftgenError(
-                f"attention 'flash' cannot run here (device {device.type}, {dtype})",
-                "it needs a CUDA device, bfloat16 or float16, and flash-attn (the extra 'flash'); "
-                "use `--set model.attention=auto` otherwise",
-            )
-    return cpu_prefix if device.type == "cpu" else sdpa_prefix
+    if device.type == "cpu" and name != "flash":
+        return cpu_prefix
+    try:
+        return best_prefix(name, device, dtype, head_dim)
+    except ImportError as error:
+        raise SwiftgenError(
+            f"attention 'flash' cannot run here: {first_line(error)}",
+            "install flash-attn for this PyTorch (the extra 'flash'; see docs/gpu.md), "
+            "or use `--set model.attention=auto`",
+        ) from error
 
 
 def flash_attn_installed() -> bool:

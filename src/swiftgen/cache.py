@@ -5,12 +5,16 @@ Keys are stored after RoPE, so a key keeps its absolute position wherever it lie
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from swiftgen.devices import send
+from swiftgen.spans import SPAN_TOKENS
 
 BLOCK_TOKENS = 128
 """Block size B: the prefix of a pass ends at the last multiple of B below its root."""
@@ -36,10 +40,16 @@ class CacheShape:
         """One window for each layer."""
         return self.windows or (None,) * self.num_layers
 
-    def empty(self, num_tokens: int) -> Tensor:
-        """Uninitialised `[num_layers, num_kv_heads, num_tokens, head_dim]`."""
+    def empty(self, num_tokens: int, spare_tokens: int = 0) -> Tensor:
+        """Uninitialised `[num_layers, num_kv_heads, num_tokens, head_dim]`.
+
+        Behind the last head is room for `spare_tokens` more, so that whole spans (see `spans`) can be named
+        of every head.
+        """
         shape = (self.num_layers, self.num_kv_heads, num_tokens, self.head_dim)
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        spare = spare_tokens * self.head_dim
+        flat = torch.empty(math.prod(shape) + spare, dtype=self.dtype, device=self.device)
+        return flat[: math.prod(shape)].view(shape)
 
 
 @dataclass(frozen=True)
@@ -95,8 +105,8 @@ class FullCache:
     """
 
     def __init__(self, shape: CacheShape, capacity: int) -> None:
-        self.keys = shape.empty(capacity)
-        self.values = shape.empty(capacity)
+        self.keys = shape.empty(capacity, SPAN_TOKENS)
+        self.values = shape.empty(capacity, SPAN_TOKENS)
         self.capacity = capacity
         self.length = 0
 
@@ -142,7 +152,7 @@ class FullCache:
         """Keep these rows of the last tree, in this order, and drop the others."""
         begin, end = self.length, self.length + len(rows)
         if list(rows) != list(range(len(rows))):
-            index = torch.tensor(rows, device=self.keys.device) + begin
+            index = send(torch.tensor(rows) + begin, self.keys.device)
             self.keys[:, :, begin:end] = self.keys.index_select(2, index)
             self.values[:, :, begin:end] = self.values.index_select(2, index)
         self.length = end
@@ -167,8 +177,8 @@ class PartialCache:
 
     def __init__(self, shape: CacheShape, budget: int, num_sinks: int, by_importance: bool = True) -> None:
         self._shape = shape
-        self.keys = shape.empty(budget)
-        self.values = shape.empty(budget)
+        self.keys = shape.empty(budget, SPAN_TOKENS)
+        self.values = shape.empty(budget, SPAN_TOKENS)
         self.budget = budget
         self.num_sinks = min(num_sinks, budget - 1)
         self.by_importance = by_importance
@@ -211,7 +221,7 @@ class PartialCache:
         slots = list(range(self.length, self.length + num_free))
         slots += [self._victims.pop() for _ in range(num_new - num_free)]
         self.length += num_free
-        index = torch.tensor(slots, device=self.keys.device)
+        index = send(torch.tensor(slots), self.keys.device)
         self.keys.index_copy_(2, index, full.keys[:, :, begin : full.length])
         self.values.index_copy_(2, index, full.values[:, :, begin : full.length])
         if not self.by_importance:

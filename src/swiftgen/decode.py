@@ -82,6 +82,7 @@ def decode(
         output = _reread(target, cache, [*prompt_ids, *written], on_prefill)
         planner.read(_committed(written, cache, len(prompt_ids) - 1, output, -1))
         history.extend(written)
+    target.make_ready(cache)
 
     num_left = num_tokens - len(written)
     while num_left:
@@ -92,7 +93,7 @@ def decode(
         drafted_s = time.perf_counter()
 
         output = target.forward(tree, position, cache)
-        logits = target.logits(output.hidden)
+        logits = target.logits_of(output)
         verified_s = time.perf_counter()
 
         positions = torch.tensor(tree.depths) + position + 1

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from swiftgen import __version__
+from swiftgen import __version__, ranks
 from swiftgen.architectures import head_dim, model_class
 from swiftgen.cache import BLOCK_TOKENS, FullCache
 from swiftgen.model_store import cache_folder
@@ -72,9 +72,11 @@ def known_exactness(target: Target, fingerprint: str) -> Exactness:
         target: as loaded.
         fingerprint: of its weights.
     """
-    if kept := kept_exactness(target.arithmetic, fingerprint):
+    if kept := ranks.of_leader(kept_exactness(target.arithmetic, fingerprint)):
         return kept
     found = choose_pass_sizes(target)
+    if ranks.rank():
+        return found
     file = _file(target.arithmetic, fingerprint)
     with contextlib.suppress(OSError):  # a read-only cache only costs the time to measure again
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -166,9 +168,9 @@ def _pass_seconds(target: Target, size: int, cache: FullCache) -> float:
     for _ in range(_NUM_TIMED):
         begin = time.perf_counter()
         # Reading a value waits for the device.
-        target.logits(target.forward(DraftTree(0, 0), cache.length, cache, size).hidden, size)[0, 0].item()
+        target.logits_of(target.forward(DraftTree(0, 0), cache.length, cache, size), size)[0, 0].item()
         seconds.append(time.perf_counter() - begin)
-    return min(seconds)
+    return ranks.of_leader(min(seconds))
 
 
 Results = dict[int, list[Tensor]]
@@ -176,8 +178,12 @@ Results = dict[int, list[Tensor]]
 
 
 def _same(a: Results, b: Results) -> bool:
-    return all(
-        torch.equal(x, y) for token in a.keys() & b.keys() for x, y in zip(a[token], b[token], strict=True)
+    return ranks.on_all(
+        all(
+            torch.equal(x, y)
+            for token in a.keys() & b.keys()
+            for x, y in zip(a[token], b[token], strict=True)
+        )
     )
 
 
@@ -202,8 +208,8 @@ def _alone(target: Target, tokens: Sequence[int], size: int, cache: FullCache) -
     cache.commit([0])
     results = {}
     for token in tokens:
-        hidden = target.forward(DraftTree(token, max_depth=0), cache.length, cache, size).hidden
-        results[token] = _row(target.logits(hidden, size), hidden, cache, 0)
+        output = target.forward(DraftTree(token, max_depth=0), cache.length, cache, size)
+        results[token] = _row(target.logits_of(output, size), output.hidden, cache, 0)
     cache.length = length
     return results
 
@@ -211,12 +217,12 @@ def _alone(target: Target, tokens: Sequence[int], size: int, cache: FullCache) -
 def _siblings(target: Target, tokens: Sequence[int], size: int, cache: FullCache) -> Results:
     tree = DraftTree(0, max_depth=1)
     nodes = {token: tree.add(0, token, "probe") for token in tokens}
-    hidden = target.forward(tree, cache.length, cache, size).hidden
-    logits = target.logits(hidden, size)
+    output = target.forward(tree, cache.length, cache, size)
+    logits = target.logits_of(output, size)
     results = {}
     for token, node in nodes.items():
         assert node is not None
-        results[token] = _row(logits, hidden, cache, node)
+        results[token] = _row(logits, output.hidden, cache, node)
     return results
 
 

@@ -70,15 +70,16 @@ def replay(
     history.extend(token_ids[:num_prompt_tokens])
     target.prefill(token_ids[: num_prompt_tokens - 1], cache)
     for tree, output in chains(target, cache, token_ids[:-1]):
-        first, hidden = cache.length + 1, output.hidden
+        first = cache.length + 1
         positions = torch.arange(len(tree)) + first
         windows = history.windows(tree, sampler.W)
-        picks = sampler.pick(target.logits(hidden), positions, windows)
+        picks = sampler.pick(target.logits_of(output), positions, windows)
         following = token_ids[first : first + len(tree)]
         for row, (found, picked) in enumerate(zip(following, picks, strict=True)):
             if found != picked:
                 one = slice(row, row + 1)
-                scores, ids = sampler.scores(target.logits(hidden[one]), positions[one], windows[one])
+                logits = target.logits(output.hidden[one])
+                scores, ids = sampler.scores(logits, positions[one], windows[one])
                 score_of = dict(zip(ids.tolist(), scores[0].tolist(), strict=True))
                 margin = score_of.get(picked, NEG_INF) - score_of.get(found, NEG_INF)
                 is_possible = margin < math.inf

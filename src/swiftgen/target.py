@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +20,17 @@ from transformers.masking_utils import AttentionMaskInterface
 from swiftgen.architectures import head_dim, layer_windows, logits_rule
 from swiftgen.attention import ATTENTION_NAME, TreePass, new_tree_pass, prefix_kernel, tree_attention
 from swiftgen.cache import BLOCK_TOKENS, CacheShape, FullCache, KVCache
+from swiftgen.devices import device_name, send
 from swiftgen.errors import SwiftgenError
 from swiftgen.experts import use_independent_experts
 from swiftgen.layers import NativeLayer, NativeStack, fuse_layers
 from swiftgen.linear import PackedLinear, linear_maker, replace_linears
 from swiftgen.native import NativePass, kernels_for
 from swiftgen.quantised import QuantisedLinear
+from swiftgen.ranks import num_ranks
+from swiftgen.spans import SpanPrefix, best_prefix
+from swiftgen.static_pass import StaticPass, StaticPasses
+from swiftgen.tensor_parallel import num_kv_heads
 from swiftgen.tree import DraftTree
 
 LM_HEAD_ROWS = 32
@@ -38,10 +44,24 @@ class PassOutput:
     Args:
         hidden: Hidden states before the final norm, `[T, hidden]`.
         queries: `[num_layers, Hkv, G, T, D]`.
+        known_logits: float32 `[T, vocab]`, if the pass computed them; `Target.logits_of` asks for them.
     """
 
     hidden: Tensor
     queries: Tensor
+    known_logits: Tensor | None = None
+
+    @staticmethod
+    def joined(parts: Sequence[PassOutput]) -> PassOutput:
+        """The rows of several passes as if they were one."""
+        if len(parts) == 1:
+            return parts[0]
+        logits = [part.known_logits for part in parts if part.known_logits is not None]
+        return PassOutput(
+            torch.cat([part.hidden for part in parts]),
+            torch.cat([part.queries for part in parts], dim=3),
+            torch.cat(logits) if len(logits) == len(parts) else None,
+        )
 
 
 class Target:
@@ -53,16 +73,17 @@ class Target:
     Args:
         model: A causal language model in eval mode; it is changed in place and belongs to the target.
         attention: Prefix kernel by its preset name.
+        static: Use passes with static shapes where the model can be run by them; None does so on CUDA.
 
     Attributes:
         windows: Sliding window of each layer, see `architectures.layer_windows`.
         finish_logits: What the model does behind its lm_head, see `architectures.logits_rule`.
     """
 
-    def __init__(self, model: PreTrainedModel, attention: str = "auto") -> None:
+    def __init__(self, model: PreTrainedModel, attention: str = "auto", static: bool | None = None) -> None:
         self.config = model.config
         self.device, self.dtype = model.device, model.dtype
-        self._prefix_kernel = prefix_kernel(attention, self.device, self.dtype)
+        self._prefix_kernel = prefix_kernel(attention, self.device, self.dtype, head_dim(self.config))
         AttentionInterface.register(ATTENTION_NAME, tree_attention)
         AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
         model.set_attn_implementation(ATTENTION_NAME)
@@ -90,6 +111,22 @@ class Target:
         self._linears = _kinds_of_linears(self._base, kernels.build if kernels else "")
         self._group = self.config.num_attention_heads // self.config.num_key_value_heads
         self.pass_sizes: tuple[int, ...] = (BLOCK_TOKENS,)
+        self._static_prefix: SpanPrefix | None = None
+        if (self.device.type == "cuda" if static is None else static) and self._can_be_static():
+            kernel = self._prefix_kernel
+            if not isinstance(kernel, SpanPrefix):
+                kernel = best_prefix(attention, self.device, self.dtype, head_dim(self.config))
+            self._static_prefix = kernel
+        self._static_passes_of: WeakKeyDictionary[FullCache, StaticPasses] = WeakKeyDictionary()
+
+    def _can_be_static(self) -> bool:
+        """Whether the model is one that a pass with static shapes can run.
+
+        Others decide something by values on the device (experts), see a window that moves with the text, wait
+        for other ranks, or multiply in ways that a graph may not hold.
+        """
+        plain = self._linears in ("plain", "packed")
+        return self._fused and not self._kernels and not any(self.windows) and plain and num_ranks() == 1
 
     @property
     def cache_shape(self) -> CacheShape:
@@ -97,7 +134,7 @@ class Target:
         config = self.config
         return CacheShape(
             config.num_hidden_layers,
-            config.num_key_value_heads,
+            num_kv_heads(config),
             head_dim(config),
             self.dtype,
             self.device,
@@ -109,12 +146,14 @@ class Target:
         """What the rounding of a result depends on, beside the hardware."""
         return {
             "torch": torch.__version__,
-            "device": self.device.type,
+            "device": device_name(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
             "attention": f"native {self._kernels.build}" if self._kernels else self._prefix_kernel.__name__,
             "linears": self._linears,
             "fused_layers": self._fused,
+            "static_shapes": self._static_prefix is not None,
             "block_tokens": BLOCK_TOKENS,
+            "ranks": num_ranks(),
         }
 
     @property
@@ -151,11 +190,26 @@ class Target:
                     tree, first, live, num_rows or self.pass_size(live), position, cache, is_prefill
                 )
             )
-        if len(parts) == 1:
-            return parts[0]
-        return PassOutput(
-            torch.cat([part.hidden for part in parts]), torch.cat([part.queries for part in parts], dim=3)
-        )
+        return PassOutput.joined(parts)
+
+    @torch.inference_mode()
+    def make_ready(self, cache: FullCache) -> None:
+        """Prepare what can be prepared for passes over a cache, so that none of them has to wait for it."""
+        if passes := self._static_passes(cache):
+            passes.make_ready(self.pass_sizes, cache.length)
+
+    def _static_passes(self, cache: KVCache) -> StaticPasses | None:
+        """The passes with static shapes over this cache, if the model can be run by them."""
+        if self._static_prefix is None or not isinstance(cache, FullCache):
+            return None
+        if cache not in self._static_passes_of:
+            passes = StaticPasses(self._run_rows, self._static_prefix, cache, self._group)
+            self._static_passes_of[cache] = passes
+        return self._static_passes_of[cache]
+
+    def _run_rows(self, token_ids: Tensor, positions: Tensor, static: StaticPass) -> tuple[Tensor, Tensor]:
+        hidden = self._run(token_ids, positions, static)[0]
+        return hidden, self.logits(hidden, len(hidden))
 
     def _forward_rows(
         self,
@@ -168,16 +222,22 @@ class Target:
         is_prefill: bool,
     ) -> PassOutput:
         """Nodes `first` to `first + live` of the tree, padded to `size` rows."""
+        if not is_prefill and (passes := self._static_passes(cache)):
+            hidden, queries, logits = passes.run(tree, first, size, position)
+            return PassOutput(hidden[:live], queries[:, :, :, :live], logits[:live])
         padding = size - live
         rows = slice(first, first + live)
         token_ids = torch.tensor([tree.tokens[rows] + tree.tokens[:1] * padding])
         so_far = torch.tensor(tree.depths[: first + live] + [0] * padding) + position
         visible = tree.visibility(first + size)[first:]
         tree_pass = self._new_pass(cache, visible, so_far, is_prefill)
-        hidden = self._run(token_ids.to(self.device), so_far[None, first:].to(self.device), tree_pass)
+        positions = send(so_far[None, first:], self.device)
+        hidden = self._run(send(token_ids, self.device), positions, tree_pass)
         return PassOutput(hidden[0, :live], tree_pass.stacked_queries()[:, :, :, :live])
 
-    def _run(self, token_ids: Tensor, positions: Tensor, tree_pass: TreePass | NativePass) -> Tensor:
+    def _run(
+        self, token_ids: Tensor, positions: Tensor, tree_pass: TreePass | NativePass | StaticPass
+    ) -> Tensor:
         """Hidden states before the final norm, `[1, T, hidden]`, of tokens and positions `[1, T]`."""
         base: Any = self._base
         if not self._fused:
@@ -206,6 +266,12 @@ class Target:
         """The model's final norm: what the lm_head reads, `[T, hidden]`."""
         normed: Tensor = self._norm(hidden)
         return normed
+
+    def logits_of(self, output: PassOutput, num_rows: int | None = None) -> Tensor:
+        """The logits of a pass; the caller may overwrite them."""
+        if output.known_logits is not None:
+            return output.known_logits
+        return self.logits(output.hidden, num_rows)
 
     def logits(self, hidden: Tensor, num_rows: int | None = None) -> Tensor:
         """Final norm and lm_head: `[T, hidden]` -> float32 `[T, vocab]`."""
