@@ -24,8 +24,9 @@ from swiftgen.exactness import Exactness, arithmetic_of
 from swiftgen.findings import Finding, run_checks
 from swiftgen.heads import new_heads
 from swiftgen.heads_files import HeadsInfo, save_heads
-from swiftgen.models import check_memory, estimate_memory
-from swiftgen.presets import DEFAULT_PRESET
+from swiftgen.limits import MemoryEstimate, check_memory
+from swiftgen.plans import run_memory
+from swiftgen.presets import DEFAULT_PRESET, load_preset
 from swiftgen.target import Target
 from test_engine import HIDDEN_SIZE, MAX_POSITIONS, cache, preset_file  # noqa: F401 (fixtures)
 from test_models import VOCAB_SIZE, tiny_config, tiny_model, tiny_tokenizer, write_gguf
@@ -236,17 +237,26 @@ class TestWhatAPresetNeeds:
         assert found["late_tokens"] == MAX_POSITIONS
         assert found["memory_allows_tokens_per_s_late"] == pytest.approx(2e9 / (read + kv_bytes), abs=0.01)
 
-    def test_a_text_as_long_as_memory(self, doctor: Doctor, monkeypatch: pytest.MonkeyPatch):
+    def test_a_text_as_long_as_memory(
+        self,
+        doctor: Doctor,
+        preset_file: Path,  # noqa: F811
+        monkeypatch: pytest.MonkeyPatch,
+    ):
+        preset = load_preset(str(preset_file))
         config = tiny_config(max_position_embeddings=MAX_POSITIONS)
+
+        def needed(num_tokens: int) -> MemoryEstimate:
+            return run_memory(preset, config, 4 * parameters(), num_tokens, torch.float32, CPU)
 
         def fits(num_tokens: int) -> bool:
             try:
-                check_memory(estimate_memory(config, 4 * parameters(), num_tokens, torch.float32), CPU)
+                check_memory(needed(num_tokens), CPU)
             except SwiftgenError:
                 return False
             return True
 
-        free = estimate_memory(config, 4 * parameters(), 300, torch.float32).total_bytes + 77
+        free = needed(300).total_bytes + 77
         for module in (checks_preset, limits):
             monkeypatch.setattr(module, "free_bytes", lambda _: free)
         code, found = doctor()

@@ -13,9 +13,10 @@ from swiftgen.errors import SwiftgenError
 from swiftgen.exactness import CANDIDATE_SIZES, Exactness, arithmetic_of, kept_exactness, known_exactness
 from swiftgen.findings import Finding, Section, run_checks
 from swiftgen.heads_files import check_heads, load_heads
-from swiftgen.limits import MemoryEstimate, estimate_memory, fitting_tokens
+from swiftgen.limits import MemoryEstimate, fitting_tokens
 from swiftgen.model_store import not_here
 from swiftgen.models import OpenedModel, load_weights, open_model, planned_config
+from swiftgen.plans import run_memory
 from swiftgen.presets import Preset
 from swiftgen.sources import is_hub_id, resolve_source
 from swiftgen.target import Target
@@ -133,8 +134,9 @@ class PresetChecks:
     def _kv_cache(self) -> Finding | None:
         if not (opened := self._opened):
             return None
-        estimate = estimate_memory(
-            opened.config, opened.weights_bytes + opened.quantised_bytes, KV_TOKENS, opened.dtype
+        weights_bytes = opened.weights_bytes + opened.quantised_bytes
+        estimate = run_memory(
+            self._preset, opened.config, weights_bytes, KV_TOKENS, opened.dtype, self.device
         )
         self._estimate = estimate
         figures = {"bytes": estimate.kv_bytes, "num_tokens": KV_TOKENS}
@@ -145,7 +147,7 @@ class PresetChecks:
             return None
         free = free_bytes(self.device)
         self._fitting_tokens = max(0, fitting_tokens(estimate, free))
-        before = estimate.weights_bytes + estimate.work_bytes
+        before = estimate.weights_bytes + estimate.draft_bytes + estimate.work_bytes
         text = f"{size(before)} needed before the first token, {size(free)} free"
         figures = {"needed_bytes": before, "free_bytes": free, "fitting_tokens": self._fitting_tokens}
         if not self._fitting_tokens:

@@ -11,43 +11,42 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from swiftgen import ranks
 from swiftgen.alphabets import foreign_tokens
 from swiftgen.architectures import head_dim
 from swiftgen.attention import prefix_kernel
-from swiftgen.cache import BLOCK_TOKENS, FullCache, PartialCache
+from swiftgen.cache import BLOCK_TOKENS, FullCache
 from swiftgen.conformance import checked_target
 from swiftgen.crowding import use_allowed_cores, watch_cores
 from swiftgen.decode import StepEvent, decode
-from swiftgen.drafters.base import Drafter, Pace
-from swiftgen.drafters.heads import HeadsDrafter, ReadyHeads
-from swiftgen.drafters.lookup import LookupDrafter
-from swiftgen.drafters.ngram import NgramDrafter
-from swiftgen.drafters.self_draft import MAX_PASSES, SelfDrafter
+from swiftgen.devices import memory_errors
+from swiftgen.drafters.heads import ReadyHeads
 from swiftgen.errors import SwiftgenError
 from swiftgen.exactness import Exactness, known_exactness
+from swiftgen.heads import DraftHeads
 from swiftgen.heads_files import check_heads, load_heads
 from swiftgen.models import (
     LoadedModel,
     check_length,
     check_memory,
-    estimate_memory,
     load_weights,
     open_model,
     planned_config,
 )
-from swiftgen.native import kernels_for
-from swiftgen.planner import Planner
-from swiftgen.presets import Preset, load_preset, num_tree_nodes
+from swiftgen.native import Kernels, kernels_for
+from swiftgen.plans import max_tree_rows, new_planner, run_memory
+from swiftgen.presets import Preset, load_preset
 from swiftgen.replay import Mismatch, replay
 from swiftgen.sampling import Sampler
 from swiftgen.target import Target
 from swiftgen.text import TextStream
 
-WIDTHS, BEAM, FLOOR = (4, 4, 4, 4), 4, 0.2
-"""What heads draft where the planner chooses from it: children per node, parents per level, and how likely a
-parent must be. What lies below a less likely one is hardly ever worth its row."""
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 PrefillCallback = Callable[[int, int], None]
 
@@ -152,28 +151,43 @@ class Engine:
         """
         preset, opened = self.preset, self.opened
         total = prompt_tokens + num_tokens
-        check_length(prompt_tokens, num_tokens, opened.max_positions, preset.long_context)
         reach, stretch = max(total, self.stretch_to), preset.long_context == "yarn"
-        config = planned_config(opened.config, reach, stretch)
-        # A model planned for another length would write another text.
-        is_loaded = self._ready and self._ready.loaded.max_positions == config.max_position_embeddings
-        weights_bytes = 0 if is_loaded else opened.weights_bytes + opened.quantised_bytes
-        check_memory(estimate_memory(config, weights_bytes, total, opened.dtype), opened.device)
-        if is_loaded:
-            return
-        # What can be refused is refused before minutes of loading.
-        prefix_kernel(preset.model.attention, opened.device, opened.dtype)
-        kernels = kernels_for(preset.model.attention, opened.device, opened.dtype, head_dim(config))
-        heads = None
-        if preset.draft == "heads" and not preset.heads:
-            raise SwiftgenError("the preset has no draft heads", "set `heads`, or draft otherwise")
-        if preset.heads:
-            heads, info = load_heads(preset.heads)
-            check_heads(heads, info, preset.heads, config.hidden_size, config.vocab_size)
+        with ranks.together():
+            check_length(prompt_tokens, num_tokens, opened.max_positions, preset.long_context)
+            config = planned_config(opened.config, reach, stretch)
+            # A model planned for another length would write another text.
+            is_loaded = self._ready and self._ready.loaded.max_positions == config.max_position_embeddings
+            weights_bytes = 0 if is_loaded else opened.weights_bytes + opened.quantised_bytes
+            needed = run_memory(preset, config, weights_bytes, total, opened.dtype, opened.device)
+            check_memory(needed, opened.device)
+            if is_loaded:
+                return
+            # What can be refused is refused before minutes of loading.
+            prefix_kernel(preset.model.attention, opened.device, opened.dtype, head_dim(config))
+            kernels = kernels_for(preset.model.attention, opened.device, opened.dtype, head_dim(config))
+            heads = None
+            if preset.draft == "heads" and not preset.heads:
+                raise SwiftgenError("the preset has no draft heads", "set `heads`, or draft otherwise")
+            if preset.heads:
+                heads, info = load_heads(preset.heads)
+                check_heads(heads, info, preset.heads, config.hidden_size, config.vocab_size)
         self._ready = None  # before the new weights come
         if opened.device.type == "cpu":
             watch_cores()
-        loaded = load_weights(opened, reach, stretch)
+        with memory_errors(opened.device, "loading", "Free memory of the GPU, or use a smaller model."):
+            self._ready = self._loaded(config, reach, stretch, heads, kernels)
+
+    def _loaded(
+        self,
+        config: PretrainedConfig,
+        reach: int,
+        stretch: bool,
+        heads: DraftHeads | None,
+        kernels: Kernels | None,
+    ) -> _Ready:
+        preset, opened = self.preset, self.opened
+        with ranks.together():
+            loaded = load_weights(opened, reach, stretch)
         ready_heads = None
         if heads:
             model = loaded.model
@@ -183,7 +197,9 @@ class Engine:
         target = checked_target(loaded.model, preset.model.attention)
         exactness = known_exactness(target, loaded.fingerprint)
         target.pass_sizes = exactness.pass_sizes
-        self._ready = _Ready(loaded, target, ready_heads, exactness)
+        if opened.device.type == "cuda":
+            torch.cuda.empty_cache()  # joining weights has left pieces in which no KV cache fits
+        return _Ready(loaded, target, ready_heads, exactness)
 
     def stream(
         self,
@@ -257,11 +273,19 @@ class Engine:
     ) -> Iterator[StepEvent]:
         preset, target = self.preset, self._prepared.target
         sampler = self.sampler(seed)
-        cache = FullCache(target.cache_shape, len(prompt_ids) + num_tokens + self._max_tree_rows())
+        hint = (
+            "What is written is kept. Free memory of the GPU and go on with `swiftgen resume FILE`, with "
+            "fewer --tokens if need be. A smaller kv_budget, k or tree also needs less."
+        )
+        with memory_errors(target.device, "making the KV cache", hint):
+            cache = FullCache(target.cache_shape, len(prompt_ids) + num_tokens + max_tree_rows(preset))
+            heads = self._prepared.heads if preset.heads else None
+            pass_seconds = self._prepared.exactness.pass_seconds
+            planner = new_planner(preset, target, sampler, heads, seed, cache.capacity, pass_seconds)
         total = len(prompt_ids) + len(written) - 1
         events = decode(
             target,
-            self._planner(sampler, seed, cache.capacity),
+            planner,
             sampler,
             cache,
             prompt_ids,
@@ -272,55 +296,15 @@ class Engine:
         )
         stream = TextStream(self.tokenizer)
         stream.push(written)
-        for event in events:
+        while True:
+            with memory_errors(target.device, "writing", hint):
+                event = next(events, None)
+            if event is None:
+                return
             text = stream.push(event.token_ids)
             if event.stop_reason:
                 text += stream.finish()
             yield replace(event, text=text)
-
-    def _planner(self, sampler: Sampler, seed: int, capacity: int) -> Planner:
-        """The preset's way to draft: none, paper, heads, ngram, self, or whatever is fastest."""
-        preset, target = self.preset, self._prepared.target
-        heads = self._prepared.heads if preset.heads else None
-        mode = preset.draft
-        beam, floor = (None, 0.0) if mode == "paper" else (BEAM, FLOOR)
-        shape = preset.tree if mode == "paper" else (WIDTHS[0], *WIDTHS)
-        pace = Pace()
-        by_pass: list[Drafter] = []
-        by_heads: list[Drafter] = []
-        by_lookup: list[Drafter] = []
-        if mode in ("paper", "self", "auto"):
-            partial = PartialCache(
-                target.cache_shape,
-                min(preset.kv_budget, capacity),
-                preset.sink,
-                by_importance=preset.refresh == "importance",
-            )
-            price = None if mode == "paper" else pace
-            by_pass = [SelfDrafter(target, sampler, partial, heads, shape, beam, floor, price)]
-        if mode in ("heads", "auto") and heads is not None:
-            by_heads = [HeadsDrafter(target, sampler, heads, WIDTHS, beam, floor, pace)]
-        if mode == "paper" and preset.k:
-            by_pass.append(NgramDrafter(preset.ngram, preset.k, seed))
-        if mode in ("ngram", "auto"):
-            by_lookup = [LookupDrafter()]
-        ways: dict[str, list[list[Drafter]]] = {
-            "none": [[]],
-            "paper": [by_pass],
-            "ngram": [by_lookup],
-            "heads": [by_heads, []],
-            "self": [by_pass, []],
-            "auto": [by_lookup + by_heads, by_lookup + by_pass, by_lookup][0 if by_heads else 1 :],
-        }
-        pass_seconds = self._prepared.exactness.pass_seconds
-        return Planner(ways[mode], target.pass_sizes, mode != "paper", pass_seconds, pace)
-
-    def _max_tree_rows(self) -> int:
-        """Room behind the text for the largest tree, padding included."""
-        preset = self.preset
-        by_heads = max(num_tree_nodes(preset.tree), MAX_PASSES * WIDTHS[0] + BEAM * sum(WIDTHS))
-        by_ngrams = max(LookupDrafter.max_nodes, preset.tree[0] * preset.k * (preset.ngram - 1))
-        return 1 + by_heads + by_ngrams + max(BLOCK_TOKENS, self._prepared.target.max_rows)
 
     @cached_property
     def suppressed_ids(self) -> set[int]:
