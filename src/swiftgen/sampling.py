@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from swiftgen.devices import send
+
 if TYPE_CHECKING:
     from swiftgen.native import Kernels
     from swiftgen.presets import SamplerSettings
@@ -54,7 +56,7 @@ def keyed_gumbel(seed: int, positions: Tensor, token_ids: Tensor) -> Tensor:
     Args:
         positions, token_ids: int64, broadcastable against each other.
     """
-    key = torch.tensor(seed, dtype=torch.int64, device=positions.device)
+    key = torch.tensor(seed, dtype=torch.int64)  # a number to any device
     key = _mix(_mix(key * _GOLDEN + 1) + positions * _GOLDEN)
     bits = _mix(key + token_ids * _GOLDEN)
     uniform = (_shift_right(bits, 12).double() + 0.5) * 2.0**-52  # exact, so never 0 or 1
@@ -189,11 +191,11 @@ class Sampler:
         scores, ids = self.scores(logits, positions, windows)
         top = scores.topk(min(max(width, _CONFIDENCE_WIDTH), scores.shape[1]), dim=-1)
         shares = torch.softmax(top.values, dim=-1)
+        # In one copy, for which alone a GPU is waited for; ids are exact in float64.
+        found = torch.stack([ids[top.indices].double(), shares, top.values], dim=-1).tolist()
         return [
-            [Candidate(token, share) for token, share, score in zip(*row, strict=True) if score > NEG_INF][
-                :width
-            ]
-            for row in zip(ids[top.indices].tolist(), shares.tolist(), top.values.tolist(), strict=True)
+            [Candidate(int(token), share) for token, share, score in row if score > NEG_INF][:width]
+            for row in found
         ]
 
     @torch.inference_mode()
@@ -204,6 +206,7 @@ class Sampler:
             float64 `[T, C]`, -inf where a token cannot occur, and the ids of the C tokens that can occur in
             some row, ascending.
         """
+        positions, windows = send(positions, logits.device), send(windows, logits.device)
         columns = self._narrowed(logits, windows)
         ids = columns if self._tokens is None else self._tokens[columns]
         if len(columns) < logits.shape[1]:
@@ -211,33 +214,38 @@ class Sampler:
         processed = self._filtered(logits)
         if self.settings.temperature == 0:
             return processed.double(), ids
+        if logits.is_cuda:  # to ask which tokens can occur would wait for the device
+            scores = processed.double() + keyed_gumbel(self.seed, positions.unsqueeze(1), ids)
+            return torch.where(processed > NEG_INF, scores, NEG_INF), ids
         rows, places = torch.nonzero(processed > NEG_INF, as_tuple=True)
-        noise = keyed_gumbel(self.seed, positions.to(logits.device)[rows], ids[places])
+        noise = keyed_gumbel(self.seed, positions[rows], ids[places])
         scores = torch.full_like(processed, NEG_INF, dtype=torch.float64)
         scores[rows, places] = processed[rows, places].double() + noise
         return scores, ids
 
     def process(self, logits: Tensor, windows: Tensor) -> Tensor:
         """Penalty, suppression, temperature and filters; float32 `[T, vocab]`, in place."""
-        self._adjust(logits, windows)
+        self._adjust(logits, send(windows, logits.device))
         return self._filtered(logits)
 
     def _adjust(self, logits: Tensor, windows: Tensor) -> None:
         """Penalty and suppression."""
         if self.W:
-            windows = windows.to(logits.device)
             penalise(logits, windows if self._columns is None else self._columns[windows], self.theta)
         if len(self._suppressed):
-            logits.index_fill_(1, self._suppressed.to(logits.device), NEG_INF)
+            if self._suppressed.device != logits.device:
+                self._suppressed = send(self._suppressed, logits.device)
+            logits.index_fill_(1, self._suppressed, NEG_INF)
 
     def _narrowed(self, logits: Tensor, windows: Tensor) -> Tensor:
         """Penalty and suppression in place, and the columns that may pass the filters in some row.
 
         A few where min-p decides, int64 ascending. That spares the filters and the noise the rest of the
-        vocabulary. Top-p and eta need all of it.
+        vocabulary. Top-p and eta need all of it, and so does a GPU, which alone knows how many are left.
         """
         s = self.settings
-        if not (s.temperature and s.min_p and s.top_p >= 1 and not s.eta and s.min_tokens_to_keep == 1):
+        decides = s.temperature and s.min_p and s.top_p >= 1 and not s.eta and s.min_tokens_to_keep == 1
+        if logits.is_cuda or not decides:
             self._adjust(logits, windows)
             return torch.arange(logits.shape[1], device=logits.device)
         reach = -s.temperature * math.log(s.min_p)
@@ -284,7 +292,8 @@ class Sampler:
         if self.settings.top_p >= 1.0:
             return None
         total = torch.logsumexp(logits.double(), dim=-1, keepdim=True)
-        width = min(_TOP_P_CANDIDATES, logits.shape[1])
+        # On a GPU it would take a wait to learn whether they are enough.
+        width = logits.shape[1] if logits.is_cuda else min(_TOP_P_CANDIDATES, logits.shape[1])
         while True:
             top = logits.topk(width, dim=-1).values
             mass = torch.exp(top.double() - total).cumsum(dim=-1)
