@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import Counter
 from dataclasses import replace
@@ -13,10 +14,11 @@ from torch import Tensor
 from swiftgen.cache import PartialCache
 from swiftgen.drafters import ngram
 from swiftgen.drafters.base import Committed, Drafter, Pace
-from swiftgen.drafters.heads import OVERCONFIDENCE, HeadsDrafter, ReadyHeads
+from swiftgen.drafters.heads import HeadsDrafter, ReadyHeads, calibrated
 from swiftgen.drafters.ngram import NgramDrafter, NgramTable
 from swiftgen.drafters.self_draft import MAX_PASSES, SelfDrafter
 from swiftgen.heads import DraftHeads, new_heads
+from swiftgen.native import kernels_for
 from swiftgen.planner import Planner
 from swiftgen.sampling import History, Sampler, keyed_gumbel
 from swiftgen.tree import DraftTree
@@ -35,6 +37,7 @@ from tiny import (
 )
 
 KINDS = ("linear", "recurrent")
+KERNELS = kernels_for("auto", torch.device("cpu"), torch.float32, 64)
 PROMPT = [5, 17, 3, 5, 17, 8, 60]
 
 
@@ -229,9 +232,7 @@ class SlowHeads:
             expected = self.nearest(path)[: widths[tree.depths[node]]]
             assert tokens_below(tree, node) == [token for token, _ in expected]
             chances = [tree.chances[child] for child in tree.children(node)]
-            assert chances == pytest.approx(
-                [share**OVERCONFIDENCE for _, share in expected], rel=1e-2, abs=1e-4
-            )
+            assert chances == pytest.approx([calibrated(share) for _, share in expected], rel=1e-2, abs=1e-4)
 
 
 class TestHeadsDrafter:
@@ -379,6 +380,29 @@ def test_the_draft_vocabulary_goes_where_the_heads_go():
     assert next(ready.heads.parameters()).device.type == "meta"
     assert ready.vocabulary is not None
     assert ready.vocabulary.device.type == "meta"
+
+
+@pytest.mark.skipif(KERNELS is None, reason="this machine cannot build the native kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [1, 2, 5])
+def test_the_native_step_is_that_of_the_heads(num_rows: int, dtype: torch.dtype):
+    torch.manual_seed(4)
+    heads = new_heads("recurrent", 64, 3, 1e-5, vocabulary=DRAFT_VOCABULARY, width=96)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, 0.5, 0.2)
+    embedding, lm_head = torch.nn.Embedding(VOCAB_SIZE, 64), torch.nn.Linear(64, VOCAB_SIZE, bias=False)
+    plain, native = (
+        ReadyHeads(copy.deepcopy(heads), embedding.to(dtype), lm_head.to(dtype), kernels)
+        for kernels in (None, KERNELS)
+    )
+    assert native._cell is not None
+    token_ids = [(7 * row + 1) % VOCAB_SIZE for row in range(num_rows)]
+    with torch.inference_mode():
+        states = torch.randn(num_rows, 64).to(dtype)
+        expected, actual = (each.step(states, token_ids, 1, tiny_target()) for each in (plain, native))
+    for a, b in zip(actual, expected, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=0.03, atol=0.03 * float(b.abs().max()))  # 8 bits
 
 
 def untrained_heads(kind: str) -> ReadyHeads:

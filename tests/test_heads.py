@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import swiftgen.heads_files
 from swiftgen.cache import PartialCache
 from swiftgen.drafters.base import Committed
-from swiftgen.drafters.heads import OVERCONFIDENCE
+from swiftgen.drafters.heads import calibrated
 from swiftgen.drafters.self_draft import SelfDrafter
 from swiftgen.errors import SwiftgenError
 from swiftgen.heads import DraftHeads, LinearHeads, RecurrentHeads, chain_states, new_heads
@@ -486,14 +486,15 @@ class TestReferenceDrafts:
             if temperature:
                 position = torch.tensor(len(PROMPT) + depth)
                 scores = scores / temperature + keyed_gumbel(3, position, torch.arange(97))
-            nearest = scores.topk(8).values.softmax(0) ** (OVERCONFIDENCE if depth else 1.0)
+            shares = scores.topk(8).values.softmax(0).tolist()
+            nearest = [calibrated(share) for share in shares] if depth else shares
             best = scores.argsort(descending=True)[:width].tolist()
             best_of_level.append(best)
             for node in (n for n in range(len(tree)) if tree.depths[n] == depth):
                 children = tree.children(node)
                 assert [tree.tokens[child] for child in children] == best
                 chances = [tree.chances[child] for child in children]
-                assert chances == pytest.approx(nearest[:width].tolist(), rel=1e-2, abs=1e-4)
+                assert chances == pytest.approx(nearest[:width], rel=1e-2, abs=1e-4)
                 assert all(tree.sources[child] == ("heads" if depth else "base") for child in children)
         assert len({tuple(best[:2]) for best in best_of_level}) > 1  # the heads do not repeat the base
 

@@ -12,6 +12,7 @@ import ctypes
 import functools
 import hashlib
 import logging
+import math
 import os
 import platform
 import shutil
@@ -33,7 +34,7 @@ from swiftgen.model_store import building, cache_folder, writable_by_others
 MAX_HEAD_DIM = 512  # as in attention.cpp
 _SOURCES = (
     *("kernels.h", "keys.h", "pairs.h"),
-    *("attention.cpp", "kernels.cpp", "quantised.cpp", "layers.cpp", "sampling.cpp"),
+    *("attention.cpp", "kernels.cpp", "quantised.cpp", "layers.cpp", "sampling.cpp", "drafts.cpp"),
 )
 _FLAGS = ("-O3", "-march=native", "-std=gnu++17", "-ffp-contract=fast", "-fPIC", "-shared", "-fopenmp")
 _BUILD_TIMEOUT_S = 300
@@ -162,6 +163,40 @@ class Multiplication:
         return out
 
 
+class Cell(ctypes.Structure):
+    """`Cell` of drafts.cpp: recurrent draft heads with the parts of the target they read.
+
+    Args:
+        norms: Weights `[hidden]` of the RMSNorms of state, token and output.
+        eps: Of the norms.
+        embedding: `[vocab, hidden]`.
+        gate_up, down, lm_head: Matrix products.
+    """
+
+    _fields_ = (
+        *[(name, ctypes.c_void_p) for name in ("state_norm", "token_norm", "post_norm", "embedding")],
+        *[(name, ctypes.c_void_p) for name in ("gate_up", "down", "lm_head")],
+        ("eps", ctypes.c_float),
+    )
+
+    def __init__(
+        self,
+        norms: Sequence[Tensor],
+        eps: float,
+        embedding: Tensor,
+        gate_up: Multiplication,
+        down: Multiplication,
+        lm_head: Multiplication,
+    ) -> None:
+        products = gate_up, down, lm_head
+        super().__init__(
+            *(tensor.data_ptr() for tensor in (*norms, embedding)),
+            *(product.address for product in products),
+            eps,
+        )
+        self._kept = norms, embedding, products
+
+
 class Kernels:
     """The library. Tensors must be contiguous, on the CPU, all bfloat16 or all float32.
 
@@ -190,7 +225,15 @@ class Kernels:
             *(pointer, ctypes.c_float, ctypes.c_float, pointer, pointer),
         ]
         lib.swiftgen_narrow.restype = ctypes.c_int64
-        for name in ("attend", "rotate", "rms_norm", "silu_mul", "multiply", "layers"):
+        lib.swiftgen_score.argtypes = [
+            *(pointer, number, ctypes.c_int64, pointer, ctypes.c_int64, pointer, pointer),
+            *(ctypes.c_int64, ctypes.c_float, ctypes.c_float, pointer),
+        ]
+        lib.swiftgen_advance.argtypes = [
+            *(number, pointer, pointer, pointer, number, number, number, pointer, pointer)
+        ]
+        names = "attend", "rotate", "rms_norm", "silu_mul", "multiply", "layers", "score", "advance"
+        for name in names:
             getattr(lib, f"swiftgen_{name}").restype = None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -220,6 +263,24 @@ class Kernels:
         """A matrix product, see `Multiplication`."""
         return Multiplication(self._library.swiftgen_multiply, bits, codes, scales, minima, bias)
 
+    def advance(
+        self, cell: Cell, states: Tensor, token_ids: Tensor, num_columns: int
+    ) -> tuple[Tensor, Tensor]:
+        """States of draft heads one position on, `[N, hidden]`, and float32 logits there, `[N, num_columns]`.
+
+        Args:
+            states: `[N, hidden]`.
+            token_ids: int64 `[N]`, the token that follows each state.
+            num_columns: Of the lm_head, the first ones.
+        """
+        states = states.contiguous()
+        next_states, logits = torch.empty_like(states), torch.empty(len(states), num_columns)
+        self._library.swiftgen_advance(
+            *(_is_bf16(states), ctypes.addressof(cell), states.data_ptr(), token_ids.data_ptr()),
+            *(len(states), num_columns, torch.get_num_threads(), next_states.data_ptr(), logits.data_ptr()),
+        )
+        return next_states, logits
+
     def narrow(
         self, logits: Tensor, windows: Tensor, theta: float, bias: Tensor, reach: float, slack: float
     ) -> Tensor:
@@ -242,6 +303,32 @@ class Kernels:
             *(bias.data_ptr(), reach, slack, marks.data_ptr(), columns.data_ptr()),
         )
         return columns[:count]
+
+    def score(
+        self,
+        logits: Tensor,
+        columns: Tensor,
+        token_ids: Tensor,
+        positions: Tensor,
+        seed: int,
+        temperature: float,
+        min_p: float,
+    ) -> Tensor:
+        """Temperature, min-p and noise of some columns, see `Sampler.scores`: float64 `[T, C]`.
+
+        Args:
+            logits: float32 `[T, vocab]`.
+            columns, token_ids: int64 `[C]`, columns and the tokens they stand for.
+            positions: int64 `[T]`.
+        """
+        num_rows, size = logits.shape
+        scores = torch.empty(num_rows, len(columns), dtype=torch.float64)
+        token_ids, positions = token_ids.contiguous(), positions.contiguous()
+        self._library.swiftgen_score(
+            *(logits.data_ptr(), num_rows, size, columns.data_ptr(), len(columns), token_ids.data_ptr()),
+            *(positions.data_ptr(), seed, temperature, math.log(min_p), scores.data_ptr()),
+        )
+        return scores
 
     def padded_rows(self, num_rows: int) -> int:
         """Query rows of a KV head as they lie in vectors."""

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swiftgen.drafters.base import Committed, Drafter, Pace
+from swiftgen.ranks import of_leader
 from swiftgen.sampling import History
 from swiftgen.tree import DraftTree
 
@@ -93,6 +94,11 @@ class PassCosts:
         near = next((s for s in reversed(tried) if s <= size), tried[0])
         return self._seconds[near] * self._before[size] / self._before[near]
 
+    def row_seconds(self) -> float:
+        """What a row adds to the smallest passes."""
+        small, large = self._sizes[0], self._sizes[min(1, len(self._sizes) - 1)]
+        return max(0.0, self.seconds(large) - self.seconds(small)) / max(1, large - small)
+
     def draft_pass_seconds(self) -> float:
         """Estimate for a pass of the draft, which reads no more context than the check at start did."""
         smallest = self._sizes[0]
@@ -150,7 +156,7 @@ class Planner:
         pass_sizes: Sizes the target may use, ascending.
         measured: False verifies everything the first way drafts, as the paper does.
         pass_seconds: What a pass of each size took before; empty if unknown.
-        pace: Told how fast the fastest way is.
+        pace: Told how fast the fastest way is, and what a row takes.
     """
 
     def __init__(
@@ -179,7 +185,7 @@ class Planner:
             if number and self._measured and sum(self._acceptance.chances(tree)) > _ENOUGH:
                 break
             drafter.propose(tree, history)
-        self._draft_s = time.perf_counter() - begin
+        self._draft_s = of_leader(time.perf_counter() - begin)
         return self._best_subtree(tree) if self._measured else tree
 
     def read(self, committed: Committed) -> None:
@@ -189,12 +195,14 @@ class Planner:
 
     def observe(self, tree: DraftTree, path: Sequence[int], seconds: float, committed: Committed) -> None:
         """Learn from a step of `seconds` (drafting and verifying) whose accepted path is `path`."""
+        seconds = of_leader(seconds)
         self.read(committed)
         self._acceptance.observe(tree, path)
         size = next((s for s in self._pass_sizes if s >= len(tree)), self._pass_sizes[-1])
         self._costs.observe(size, seconds - self._draft_s)
         self._way.observe(len(path), seconds)
         self._pace.tokens_per_s = max(way.rate for way in self._ways if way.seconds)
+        self._pace.row_s = self._costs.row_seconds()
 
     def _choose_way(self) -> None:
         """Whichever way has been fastest; the others are tried for a few steps now and then."""

@@ -1,6 +1,20 @@
-// What sampling does with all of the vocabulary: penalty, suppressed tokens, and which tokens are worth a closer look.
+// What sampling does with all of the vocabulary: penalty, suppressed tokens, and which tokens are worth a closer look;
+// then temperature, min-p and noise for those. The same as the operators of sampling.py, in two calls.
 
 #include "kernels.h"
+
+namespace {
+
+constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15, MIX1 = 0xBF58476D1CE4E5B9, MIX2 = 0x94D049BB133111EB;
+
+// The finaliser of splitmix64.
+inline uint64_t mix(uint64_t x) {
+    x = (x ^ (x >> 30)) * MIX1;
+    x = (x ^ (x >> 27)) * MIX2;
+    return x ^ (x >> 31);
+}
+
+}  // namespace
 
 extern "C" {
 
@@ -51,6 +65,31 @@ int64_t swiftgen_narrow(float* logits, int rows, int64_t size, const int64_t* wi
         count += marks[i];
     }
     return count;
+}
+
+// Scores of `count` columns, [rows][count]: logits over temperature plus the noise of `tokens`, which the columns stand
+// for; -inf for what is more than `log_min_p` below the largest of its row.
+void swiftgen_score(const float* logits, int rows, int64_t size, const int64_t* columns, int64_t count,
+                    const int64_t* tokens, const int64_t* positions, int64_t seed, float temperature, float log_min_p,
+                    double* scores) {
+    for (int row = 0; row < rows; ++row) {
+        const float* own = logits + row * size;
+        double* out = scores + row * count;
+        float largest = NEG_INF;
+        for (int64_t i = 0; i < count; ++i) largest = std::max(largest, own[columns[i]] / temperature);
+        const float limit = std::min(largest, largest + log_min_p);
+        const uint64_t key = mix(mix(uint64_t(seed) * GOLDEN + 1) + uint64_t(positions[row]) * GOLDEN);
+        for (int64_t i = 0; i < count; ++i) {
+            const float value = own[columns[i]] / temperature;
+            if (value < limit || value == NEG_INF) {
+                out[i] = NEG_INF;
+                continue;
+            }
+            const uint64_t bits = mix(key + uint64_t(tokens[i]) * GOLDEN) >> 12;
+            const double uniform = ((double)bits + 0.5) * 0x1p-52;
+            out[i] = (double)value - std::log(-std::log(uniform));
+        }
+    }
 }
 
 }  // extern "C"

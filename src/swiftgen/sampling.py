@@ -209,6 +209,9 @@ class Sampler:
         positions, windows = send(positions, logits.device), send(windows, logits.device)
         columns = self._narrowed(logits, windows)
         ids = columns if self._tokens is None else self._tokens[columns]
+        if (kernels := self._native(logits)) and not self.settings.top_k:
+            s = self.settings
+            return kernels.score(logits, columns, ids, positions, self.seed, s.temperature, s.min_p), ids
         if len(columns) < logits.shape[1]:
             logits = logits.index_select(1, columns)
         processed = self._filtered(logits)
@@ -244,15 +247,14 @@ class Sampler:
         vocabulary. Top-p and eta need all of it, and so does a GPU, which alone knows how many are left.
         """
         s = self.settings
-        decides = s.temperature and s.min_p and s.top_p >= 1 and not s.eta and s.min_tokens_to_keep == 1
-        if logits.is_cuda or not decides:
+        if logits.is_cuda or not self._min_p_decides:
             self._adjust(logits, windows)
             return torch.arange(logits.shape[1], device=logits.device)
         reach = -s.temperature * math.log(s.min_p)
-        if self._kernels and logits.device.type == "cpu" and logits.is_contiguous():
+        if kernels := self._native(logits):
             windows = windows if self._columns is None else self._columns[windows]
             windows = windows[:, : windows.shape[1] if self.W else 0].contiguous()
-            return self._kernels.narrow(
+            return kernels.narrow(
                 logits, windows, self.theta, self._suppression(logits.shape[1]), reach, _LOGIT_SLACK
             )
         self._adjust(logits, windows)
@@ -260,6 +262,17 @@ class Sampler:
         slack = _LOGIT_SLACK * (1.0 + largest.abs())  # for the rounding of the temperature
         limit = largest - reach - slack
         return torch.nonzero((~(logits < limit)).any(dim=0))[:, 0]  # so that NaN stays, for the filters
+
+    @property
+    def _min_p_decides(self) -> bool:
+        """Whether no token that min-p excludes can be chosen, and no other filter looks at them."""
+        s = self.settings
+        return bool(s.temperature and s.min_p and s.top_p >= 1 and not s.eta and s.min_tokens_to_keep == 1)
+
+    def _native(self, logits: Tensor) -> Kernels | None:
+        """The kernels, where they can do it."""
+        fits = self._min_p_decides and logits.device.type == "cpu" and logits.is_contiguous()
+        return self._kernels if fits else None
 
     def _suppression(self, num_columns: int) -> Tensor:
         if self._bias is None:

@@ -34,9 +34,10 @@ class Committed:
 
 @dataclass
 class Pace:
-    """How fast the text is written: the price of time spent on drafting."""
+    """How fast the text is written, the price of time, and what one more row of a verify pass takes."""
 
     tokens_per_s: float = 0.0
+    row_s: float = 0.0
 
 
 class Drafter(Protocol):

@@ -1,0 +1,62 @@
+// A step of recurrent draft heads (heads.py) in one call. It comes between two passes, which have driven everything
+// out of the caches: each operator would wait for its own code and for what it reads, many times longer than it takes.
+
+#include "kernels.h"
+
+struct Cell {
+    const void *state_norm, *token_norm, *post_norm;  // weights of RMSNorms
+    const void* embedding;                            // [vocab][hidden]
+    const Weights *gate_up, *down, *lm_head;
+    float eps;
+};
+
+namespace {
+
+template <class T>
+void advance(const Cell& cell, const T* states, const int64_t* tokens, int rows, int columns, int num_threads,
+             T* next, float* logits) {
+    const int hidden = cell.down->out, width = cell.down->in, out = cell.lm_head->out, is_bf16 = sizeof(T) == 2;
+    const int widest = std::max({2 * hidden, width});
+    static thread_local std::vector<T> numbers;
+    static thread_local std::vector<float> scratch;
+    numbers.resize(size_t(rows) * (5 * hidden + 3 * width + out));
+    scratch.resize(size_t(rows + 16) * widest);
+    T *embedded = numbers.data(), *normed = embedded + rows * hidden, *read = normed + rows * hidden,
+      *gate_up = read + 2 * rows * hidden, *gated = gate_up + 2 * rows * width, *delta = gated + rows * width,
+      *outputs = delta + rows * hidden;
+    const auto multiply = [&](const T* x, const Weights* w, T* y) {
+        swiftgen_multiply(is_bf16, x, w, y, rows, num_threads, scratch.data());
+    };
+    const auto norm = [&](const T* x, const void* weight, int half) {
+        swiftgen_rms_norm(is_bf16, x, nullptr, nullptr, weight, cell.eps, normed, rows, hidden);
+        for (int row = 0; row < rows; ++row)
+            std::memcpy(read + (2l * row + half) * hidden, normed + (long)row * hidden, sizeof(T) * hidden);
+    };
+    for (int row = 0; row < rows; ++row)
+        std::memcpy(embedded + (long)row * hidden, (const T*)cell.embedding + tokens[row] * hidden,
+                    sizeof(T) * hidden);
+    norm(states, cell.state_norm, 0);
+    norm(embedded, cell.token_norm, 1);
+    multiply(read, cell.gate_up, gate_up);
+    swiftgen_silu_mul(is_bf16, gate_up, gated, rows, width);
+    multiply(gated, cell.down, delta);
+    swiftgen_rms_norm(is_bf16, states, delta, next, cell.post_norm, cell.eps, normed, rows, hidden);
+    multiply(normed, cell.lm_head, outputs);
+    for (int row = 0; row < rows; ++row)
+        for (int i = 0; i < columns; ++i) logits[(long)row * columns + i] = to_float(outputs[(long)row * out + i]);
+}
+
+}  // namespace
+
+extern "C" {
+
+// states and next are [rows][hidden], logits [rows][columns], the first columns of the lm_head.
+void swiftgen_advance(int is_bf16, const Cell* cell, const void* states, const int64_t* tokens, int rows, int columns,
+                      int num_threads, void* next, float* logits) {
+    if (is_bf16)
+        advance(*cell, (const bf16*)states, tokens, rows, columns, num_threads, (bf16*)next, logits);
+    else
+        advance(*cell, (const float*)states, tokens, rows, columns, num_threads, (float*)next, logits);
+}
+
+}  // extern "C"
