@@ -13,9 +13,12 @@ import pytest
 
 from swiftgen.cli import main
 from swiftgen.document import STEPS_NAME, TOKENS_NAME, Document, run_folder
+from swiftgen.errors import SwiftgenError
 from swiftgen.heads_files import WEIGHTS_FILE
 from swiftgen.locks import LOCK_NAME
 from swiftgen.manifest import MANIFEST_NAME
+from swiftgen.presets import load_preset
+from swiftgen.storage import expand_user
 from test_cli import FakeLoad, Outcome
 from test_document import PROMPT, manifest
 from test_models import tiny_model, tiny_tokenizer
@@ -141,6 +144,23 @@ def test_a_pipe_of_the_shell_is_a_prompt(tmp_path: Path, capfd: pytest.CaptureFi
     assert read_prompt(None, Path(f"/dev/fd/{reader}"), False) == "Hello"
     thread.join()
     os.close(reader)
+
+
+@pytest.mark.parametrize("name", ["~nobody-here/x", "~nobody-here\0/x", "\0", "~\0"])
+def test_the_home_of_nobody_is_a_name_like_others(name: str, tmp_path: Path) -> None:
+    from swiftgen.heads_files import load_heads
+    from swiftgen.models import open_model
+    from swiftgen.training.texts import read_documents
+
+    assert str(expand_user(name)) == name
+    for call in (
+        lambda: open_model(load_preset(None, {"model.source": name, "model.sha256": None}), local_only=True),
+        lambda: load_heads(name),
+        lambda: load_preset(f"{name}/y.yaml"),
+        lambda: list(read_documents(name)),
+    ):
+        with pytest.raises(SwiftgenError):
+            call()
 
 
 @kinds

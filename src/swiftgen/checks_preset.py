@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from rich.console import Console
 
@@ -19,6 +17,7 @@ from swiftgen.models import OpenedModel, load_weights, open_model, planned_confi
 from swiftgen.plans import run_memory
 from swiftgen.presets import Preset
 from swiftgen.sources import is_hub_id, resolve_source
+from swiftgen.storage import expand_user
 from swiftgen.target import Target
 from swiftgen.text import TextStream
 from swiftgen.wording import count, size
@@ -196,7 +195,7 @@ class PresetChecks:
             if draft in ("none", "ngram"):
                 return None
             return Finding("none", "note", "`swiftgen train-heads` makes some, which draft better.")
-        if not Path(source).expanduser().exists() and is_hub_id(source):
+        if not expand_user(source).exists() and is_hub_id(source):
             return _heads_of_hub(source)
         heads, info = load_heads(source)
         text = f"{heads.num_heads} {heads.kind} heads"

@@ -24,7 +24,7 @@ from torch import Tensor
 from swiftgen.errors import SwiftgenError, first_line
 from swiftgen.heads import KINDS, DraftHeads, LinearHeads, new_heads
 from swiftgen.sources import hub_file, is_hub_id
-from swiftgen.storage import replace_file
+from swiftgen.storage import expand_user, replace_file
 
 WEIGHTS_FILE = "heads.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
@@ -87,7 +87,7 @@ def load_heads(path: str | Path) -> tuple[DraftHeads, HeadsInfo]:
     Raises:
         SwiftgenError: if there are none at `path`, or they are damaged.
     """
-    place = Path(os.path.expanduser(path))
+    place = expand_user(path)
     file = place / WEIGHTS_FILE if os.path.isdir(place) else place
     if os.path.isfile(file):
         return _load_own(file)

