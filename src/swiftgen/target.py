@@ -27,6 +27,7 @@ from swiftgen.layers import NativeLayer, NativeStack, fuse_layers
 from swiftgen.linear import PackedLinear, linear_maker, replace_linears
 from swiftgen.native import NativePass, kernels_for
 from swiftgen.quantised import QuantisedLinear
+from swiftgen.quantisers import library_of
 from swiftgen.ranks import num_ranks
 from swiftgen.spans import SpanPrefix, best_prefix
 from swiftgen.static_pass import StaticPass, StaticPasses
@@ -317,6 +318,7 @@ def _no_mask(*_: Any, **__: Any) -> None:
 
 def _kinds_of_linears(base: nn.Module, build: str) -> str:
     """How the layers of a model multiply."""
-    kinds = {type(module) for module in base.modules()}
+    kinds = {type(module) for module in base.modules() if not library_of(module)}
     names = {QuantisedLinear: f"quantised {build}", PackedLinear: "packed", nn.Linear: "plain"}
-    return " and ".join(name for kind, name in names.items() if kind in kinds)
+    own = [name for kind, name in names.items() if kind in kinds]
+    return " and ".join([*own, *sorted({library_of(module) for module in base.modules()} - {""})])
