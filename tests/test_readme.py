@@ -42,6 +42,7 @@ PLACEHOLDERS = {"src/swiftgen/drafters/yours.py", "presets/name.yaml"}
 OTHER_PROGRAMS_OPTIONS = {
     *("--no-deps", "--text", "--prompts", "--repeats", "--ask", "--mix", "--drafts", "--no-generate"),
     *("--tiny", "--kills"),
+    *("--nproc-per-node", "--nnodes"),  # of torchrun
 }
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
