@@ -40,6 +40,7 @@ SOURCES = (
 PLACEHOLDERS = {"src/swiftgen/drafters/yours.py", "presets/name.yaml"}
 # Of pip and of tests/bench_decode.py.
 OTHER_PROGRAMS_OPTIONS = {
+    "--upkeep",
     *("--no-deps", "--text", "--prompts", "--repeats", "--ask", "--mix", "--drafts", "--no-generate"),
     *("--tiny", "--kills"),
     *("--nproc-per-node", "--nnodes"),  # of torchrun
