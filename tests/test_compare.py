@@ -513,7 +513,6 @@ def fake_module(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> N
     module = ModuleType(name)
     module.__dict__.update(content)
     monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(foreign, "find_spec", lambda wanted: SimpleNamespace() if wanted == name else None)
 
 
 def written_by(run: Any, num_tokens: int, seed: int) -> list[int]:
@@ -537,6 +536,13 @@ def test_llama_cpp_gets_prompt_sampler_and_length(monkeypatch: pytest.MonkeyPatc
     assert made.sampling == (0, 1.0, sampler.min_p, sampler.temperature, 1.25)
     assert "computes with the file's own Q4_1 weights" in notes
     assert "alphabet is not applied" in notes
+
+
+def test_a_program_that_is_broken_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "llama_cpp.py").write_text("import no_such_part", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(SwiftgenError, match=r"llama.cpp cannot be loaded: .*no_such_part"):
+        foreign.llama_cpp_run(fake_engine(), 100)
 
 
 def test_llama_cpp_reads_gguf_only(monkeypatch: pytest.MonkeyPatch):

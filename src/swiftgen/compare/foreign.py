@@ -7,8 +7,7 @@ their own, and are told never to end early. What cannot be mapped becomes a note
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from importlib.util import find_spec
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -112,15 +111,13 @@ def llama_cpp_run(engine: Engine, total_tokens: int) -> tuple[Run, tuple[str, ..
     Raises:
         SwiftgenError: llama-cpp-python is not installed, or the preset's model is no GGUF file.
     """
-    _require("llama_cpp", "llama.cpp", "pip install llama-cpp-python")
+    llama_cpp = _imported("llama_cpp", "llama.cpp", "pip install llama-cpp-python")
     resolved = resolve_source(engine.preset.model)
     if resolved.kind != "gguf":
         raise SwiftgenError("llama.cpp reads GGUF files only", "use a preset whose model is one")
-    from llama_cpp import Llama
-
     preset, sampler = engine.preset, engine.preset.sampler
     num_threads = torch.get_num_threads()
-    model = Llama(
+    model = llama_cpp.Llama(
         model_path=str(resolved.path),
         n_ctx=total_tokens + 8,
         n_threads=num_threads,
@@ -158,11 +155,9 @@ def vllm_run(engine: Engine, total_tokens: int) -> tuple[Run, tuple[str, ...]]:
     """
     if engine.opened.device.type != "cuda":
         raise SwiftgenError("vLLM needs a GPU here", "set model.device=cuda, or leave this baseline out")
-    _require("vllm", "vLLM", "pip install vllm")
-    from vllm import LLM, SamplingParams
-
+    vllm = _imported("vllm", "vLLM", "pip install vllm")
     preset, sampler = engine.preset, engine.preset.sampler
-    model = LLM(
+    model = vllm.LLM(
         model=str(engine.opened.folder),
         dtype=str(engine.opened.dtype).removeprefix("torch."),
         max_model_len=total_tokens,
@@ -170,7 +165,7 @@ def vllm_run(engine: Engine, total_tokens: int) -> tuple[Run, tuple[str, ...]]:
     ).llm_engine
 
     def run(prompt_ids: Sequence[int], num_tokens: int, seed: int, on_event: OnEvent) -> None:
-        params = SamplingParams(
+        params = vllm.SamplingParams(
             temperature=sampler.temperature,
             top_k=sampler.top_k or -1,
             top_p=sampler.top_p,
@@ -207,9 +202,12 @@ def _left_out(engine: Engine) -> list[str]:
     return [f"{name} is not applied" for name, is_set in left_out.items() if is_set]
 
 
-def _require(module: str, name: str, command: str) -> None:
-    spec = None
-    with suppress(ImportError, ValueError):
-        spec = find_spec(module)
-    if spec is None:
-        raise SwiftgenError(f"{name} is not installed", command)
+def _imported(module: str, name: str, command: str) -> Any:
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name == module:
+            raise SwiftgenError(f"{name} is not installed", command) from None
+        raise SwiftgenError(f"{name} cannot be loaded: {error}", command) from None
+    except (ImportError, OSError, RuntimeError) as error:  # of its own parts and libraries
+        raise SwiftgenError(f"{name} cannot be loaded: {error}", command) from None
