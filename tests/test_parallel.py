@@ -23,13 +23,14 @@ from swiftgen import ranks
 from swiftgen.cli import main
 from swiftgen.document import read_tokens
 from swiftgen.errors import SwiftgenError
+from swiftgen.heads import new_heads
 from swiftgen.heads_files import HeadsInfo, save_heads
 from swiftgen.tensor_parallel import num_kv_heads, whole
 from test_models import tiny_config, tiny_model, tiny_tokenizer
-from tiny import random_heads
 
 _FORK = multiprocessing.get_context("fork")  # what is imported here need not be imported by every rank
 TIMEOUT_S = 50
+HIDDEN_SIZE = 96
 ASKED = "--preset", "t.yaml", "--raw", "--prompt", "the hen held the shell"
 
 
@@ -37,7 +38,7 @@ ASKED = "--preset", "t.yaml", "--raw", "--prompt", "the hen held the shell"
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model that three ranks can share; what is found out about it is kept beside it."""
     path = tmp_path_factory.mktemp("parallel") / "tiny"
-    sizes = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 6}
+    sizes = {"hidden_size": HIDDEN_SIZE, "num_attention_heads": 6, "num_key_value_heads": 6}
     tiny_model(max_position_embeddings=1024, initializer_range=0.3, **sizes).save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
     return path
@@ -133,7 +134,7 @@ class TestTheSameText:
 
     def test_with_heads(self, folder: Path):
         (folder / "heads").mkdir()
-        heads = random_heads("recurrent", torch.arange(0, 258, 2))
+        heads = new_heads("recurrent", HIDDEN_SIZE, 3, 1e-6, vocabulary=torch.arange(0, 258, 2), width=32)
         save_heads(heads, folder / "heads", HeadsInfo())
         plain = wrote(folder, 2, "plain.txt", "--draft", "none")
         drafted = "--draft", "heads", "--set", f"heads={folder / 'heads'}"

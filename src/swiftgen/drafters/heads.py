@@ -72,6 +72,8 @@ class ReadyHeads:
         heads, embedding, lm_head = self.heads, self._embedding, self._lm_head
         if not isinstance(heads, RecurrentHeads) or type(embedding) is not nn.Embedding:
             return None
+        if type(embedding.weight) is not nn.Parameter:  # it is spread over ranks
+            return None
         linears = [heads.gate_up, heads.down, lm_head]
         products = [linear.multiplication for linear in linears if isinstance(linear, QuantisedLinear)]
         if len(products) < len(linears):
