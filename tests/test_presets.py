@@ -67,6 +67,7 @@ def test_schema_defaults():
         "revision": None,
         "sha256": None,
         "dtype": "auto",
+        "quantization": "none",
         "device": "auto",
         "attention": "auto",
     }
