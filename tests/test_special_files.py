@@ -23,7 +23,7 @@ from test_cli import FakeLoad, Outcome
 from test_document import PROMPT, manifest
 from test_models import tiny_model, tiny_tokenizer
 
-MAX_S = 10
+MAX_S = 120
 
 Make = Callable[[Path], object]
 
