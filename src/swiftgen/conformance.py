@@ -42,7 +42,7 @@ def checked_target(model: PreTrainedModel, attention: str = "auto") -> Target:
             expected = _own_logits(model, token_ids)
             target = Target(model, attention)
             actual = _target_logits(target, token_ids)
-        except SwiftgenError:
+        except (SwiftgenError, torch.cuda.OutOfMemoryError):
             raise
         except Exception as error:  # whatever an unknown class does not have, or does otherwise
             raise SwiftgenError(
