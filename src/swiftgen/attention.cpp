@@ -18,6 +18,15 @@ constexpr int MAX_HEAD_DIM = 512;
 
 extern "C" {
 
+// Whether keys in bfloat16 are multiplied in pairs, which is fast with many query rows too.
+int swiftgen_has_pairs() {
+#ifdef HAS_PAIRS
+    return 1;
+#else
+    return 0;
+#endif
+}
+
 int swiftgen_padded_rows(int rows) { return (rows + LANES - 1) / LANES * LANES; }
 
 // Keys of a span of the prefix; depends on nothing but its length.

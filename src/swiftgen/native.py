@@ -202,12 +202,14 @@ class Kernels:
 
     Attributes:
         build: Identifies source, compiler and processor: other builds may round differently.
+        has_pairs: Whether attention in bfloat16 is as fast as PyTorch's with many rows.
     """
 
     def __init__(self, library: Path, build: str) -> None:
         self.build = build
         self._library = lib = ctypes.CDLL(str(library))
         pointer, number = ctypes.c_void_p, ctypes.c_int
+        self.has_pairs = bool(lib.swiftgen_has_pairs())
         lib.swiftgen_padded_rows.argtypes = [number]
         lib.swiftgen_workspace.argtypes, lib.swiftgen_workspace.restype = [pointer], ctypes.c_int64
         lib.swiftgen_attend.argtypes = [pointer, pointer, number, pointer, pointer]
@@ -382,7 +384,7 @@ class NativePass:
         visible: Which row sees which, bool `[T, rows of the tree so far]`.
         num_heads: Query heads.
         is_prefill: The pass has to agree with no other but itself, so attention is left to PyTorch's flash
-            kernel, which is faster at many rows.
+            kernel where that is faster at many rows.
 
     Attributes:
         has_all_layers: Whether `run_layers` can be used.
@@ -405,10 +407,10 @@ class NativePass:
         shape = (num_layers, num_kv_heads, group, num_rows, head_dim)
         self._queries = torch.empty(shape, dtype=view.tail_keys.dtype)
         self._mask: Tensor | None = None
-        if is_prefill:
+        if is_prefill and not (kernels.has_pairs and view.tail_keys.dtype == torch.bfloat16):
             mask = self._bias[:, : group * num_rows].T
             self._mask = mask.to(view.tail_keys.dtype, memory_format=torch.contiguous_format)
-        self.has_all_layers = not is_prefill
+        self.has_all_layers = self._mask is None
         self._described = _Pass(
             is_bf16=_is_bf16(view.tail_keys),
             num_threads=torch.get_num_threads(),

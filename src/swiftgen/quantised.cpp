@@ -313,7 +313,6 @@ void multiply(const X* x, const Weights& w, T* out, int rows, int begin, int end
         for (; rows >= R; rows -= R, x += (long)R * w.in, out += (long)R * w.out)
             features<SUMS / R, R>(x, w, out, begin, end);
     };
-
     take(std::integral_constant<int, 8>{});
     take(std::integral_constant<int, 4>{});
     take(std::integral_constant<int, 2>{});
