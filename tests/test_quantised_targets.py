@@ -192,6 +192,13 @@ class TestRefusals:
         with pytest.raises(SwiftgenError, match="quantised already"):
             check_quantiser("gptq", "bnb-4bit", "somewhere")
 
+    def test_on_several_ranks(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(quantisers, "num_ranks", lambda: 2)
+        check_quantiser("gguf", "none", "somewhere")
+        check_quantiser("", "none", "somewhere")
+        with pytest.raises(SwiftgenError, match="quantised by awq run in one process"):
+            check_quantiser("awq", "none", "somewhere")
+
     def test_a_gguf_file_twice(self, tmp_path: Path):
         write_gguf(tmp_path / "m.gguf", None, LlamaConfig(**SIZES))
         with pytest.raises(SwiftgenError, match="quantised already"):

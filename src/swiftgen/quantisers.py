@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from swiftgen.errors import SwiftgenError
+from swiftgen.ranks import num_ranks
 
 _PACKAGES = {
     "bitsandbytes": ("bnb", ("bitsandbytes",)),
@@ -45,6 +46,12 @@ def check_quantiser(stored: str, wanted: str, source: str) -> None:
             "leave model.quantization at none",
         )
     method = stored or (_ON_LOADING[wanted][0] if wanted != "none" else "")
+    if method in ("", "gguf"):
+        return
+    if num_ranks() > 1:  # not tried
+        raise SwiftgenError(
+            f"weights quantised by {method} run in one process", "start it without torchrun, or use 16 bits"
+        )
     for logger in _TALKATIVE:
         logging.getLogger(logger).setLevel(logging.ERROR)
     extra, modules = _PACKAGES.get(method, ("", ()))
