@@ -193,9 +193,13 @@ class TestRefused:
             (SimpleNamespace(model_type="gpt7"), "'gpt7' is not supported"),
             (SimpleNamespace(model_type="gemma3"), "'gemma3' is not supported"),  # with pictures
             (SimpleNamespace(model_type="bert"), "'bert' is not supported"),
-            (AutoConfig.for_model("mamba"), "mamba models keep a state"),
+            (AutoConfig.for_model("rwkv"), "rwkv models keep a state"),
+            (AutoConfig.for_model("mamba"), "layers of the type 'linear_attention'"),
             (AutoConfig.for_model("qwen3_next"), "layers of the type 'linear_attention'"),
-            (AutoConfig.for_model("lfm2"), "layers of the type 'conv'"),
+            (
+                AutoConfig.for_model("lfm2", full_attn_idxs=[1]),
+                "layers of the type 'conv'",
+            ),
             (AutoConfig.for_model("gpt_neox"), "its config has no num_key_value_heads"),
             (
                 AutoConfig.for_model("gemma3_text", use_bidirectional_attention=True),
@@ -234,8 +238,14 @@ class TestTried:
 
     def test_one_that_computes_something_else(self):
         model = unknown_model("starcoder2", sliding_window=None)
-        lm_head = model.lm_head.forward
-        model.lm_head.forward = lambda states: 1.1 * lm_head(states)
+        forward = model.forward
+
+        def scaled(*args: object, **options: object) -> object:
+            output = forward(*args, **options)
+            output.logits = 1.1 * output.logits
+            return output
+
+        model.forward = scaled
         with pytest.raises(SwiftgenError, match=r"'starcoder2' is not supported: its logits are .*% from"):
             checked_target(model)
 
