@@ -249,6 +249,10 @@ class TestTried:
         with pytest.raises(SwiftgenError, match=r"'starcoder2' is not supported: its logits are .*% from"):
             checked_target(model)
 
+    def test_one_with_attention_sinks(self):
+        with pytest.raises(SwiftgenError, match="attention sinks"):
+            checked_target(unknown_model("gpt_oss", head_dim=8, num_local_experts=4))
+
     def test_one_that_is_built_otherwise(self):
         model = unknown_model("olmo3", sliding_window=200)
         del model.base_model.norm

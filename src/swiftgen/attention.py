@@ -177,6 +177,7 @@ def tree_attention(
     scaling: float,
     tree_pass: TreePass,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
     """`attend` as transformers calls it, for layers that are not fused.
@@ -184,10 +185,16 @@ def tree_attention(
     Args:
         query, key, value: After RoPE: `[1, H, T, D]`, `[1, Hkv, T, D]`, `[1, Hkv, T, D]`.
         softcap: See `PrefixKernel`; None is 0.
+        s_aux: Learned scores of no key (gpt-oss).
 
     Returns:
         `[1, T, H, D]` in the dtype of `query`, and no attention weights.
+
+    Raises:
+        SwiftgenError: with `s_aux`, which no kernel here knows.
     """
+    if s_aux is not None:
+        raise SwiftgenError("models with attention sinks are not supported", "Use a model of another family.")
     q = query.reshape(key.shape[1], -1, query.shape[-1])
     attended = attend(module.layer_idx, q, key[0], value[0], scaling, tree_pass, softcap or 0.0)
     return attended.transpose(0, 1).unsqueeze(0), None
