@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from swiftgen.devices import send
 from swiftgen.drafters.base import Committed, Pace
 from swiftgen.heads import DraftHeads, RecurrentHeads
 from swiftgen.linear import MakeLinear, linear_maker, replace_linears
@@ -88,7 +89,7 @@ class ReadyHeads:
 
         With a draft vocabulary the logits are over its tokens and one column for all others.
         """
-        ids = torch.tensor(token_ids, device=states.device)
+        ids = send(torch.tensor(token_ids), states.device)
         if self._kernels and self._cell and self.vocabulary is not None:
             states, logits = self._kernels.advance(self._cell, states, ids, len(self.vocabulary) + 1)
             return states, target.finish_logits(logits)
@@ -180,7 +181,8 @@ class HeadsDrafter:
             children = children[: self._beam]
             joint = [chance for chance, _, _ in children]
             self._learn(of_leader(time.perf_counter() - begin_s), min(1.0, sum(joint) / parents))
-            states = states[[row for _, row, _ in children]]
+            rows = torch.tensor([row for _, row, _ in children], dtype=torch.int64)
+            states = states[send(rows, states.device)]
             nodes = [child for _, _, child in children]
 
     def _is_worth_a_level(self, promised: float) -> bool:
