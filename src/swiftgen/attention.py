@@ -149,11 +149,7 @@ def attend(
         keys = torch.cat([view.edge_keys[layer], keys], dim=1)
         values = torch.cat([view.edge_values[layer], values], dim=1)
     keys, values = keys.double(), values.double()
-    if softcap:
-        scores = torch.bmm(q.double(), keys.transpose(1, 2)) * (scaling / softcap)
-        scores = mask + softcap * torch.tanh(scores)
-    else:
-        scores = torch.baddbmm(mask, q.double(), keys.transpose(1, 2), alpha=scaling)
+    scores = tail_scores(q, keys, mask, scaling, softcap)
     if not view.prefix_keys.shape[2]:
         merged = torch.bmm(torch.softmax(scores, dim=-1), values)
     else:
@@ -165,6 +161,21 @@ def attend(
         for part in range(num_parts):
             merged.addcmul_(weights[..., part, None], out[:, part].double())
     return merged.to(q.dtype).view(-1, num_rows, head_dim)
+
+
+def tail_scores(q: Tensor, keys: Tensor, mask: Tensor, scaling: float, softcap: float) -> Tensor:
+    """Scores of the tail, float64 `[Hkv, G*T, keys]`.
+
+    Args:
+        q: `[Hkv, G*T, D]`.
+        keys: float64 `[Hkv, keys, D]`.
+        mask: Additive, float64, broadcastable to the scores.
+        softcap: See `PrefixKernel`.
+    """
+    if softcap:
+        scores = torch.bmm(q.double(), keys.transpose(1, 2)) * (scaling / softcap)
+        return mask + softcap * torch.tanh(scores)
+    return torch.baddbmm(mask, q.double(), keys.transpose(1, 2), alpha=scaling)
 
 
 def tree_attention(

@@ -22,7 +22,7 @@ from swiftgen.conversion import converted_copy, quiet_transformers
 from swiftgen.devices import free_bytes, resolve_device, resolve_dtype
 from swiftgen.errors import SwiftgenError, first_line
 from swiftgen.limits import MemoryEstimate, check_length, check_memory, estimate_memory
-from swiftgen.positions import planned_config, usable_positions, yarn_config
+from swiftgen.positions import planned_config, usable_positions
 from swiftgen.presets import Preset
 from swiftgen.quantised import attach_quantised, quantised_bytes
 from swiftgen.quantisers import bytes_loaded, check_quantiser, quantisation_config, stored_method
@@ -50,7 +50,6 @@ __all__ = [
     "resolve_device",
     "resolve_dtype",
     "resolve_source",
-    "yarn_config",
 ]
 
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from swiftgen.attention import tail_scores
 from swiftgen.cache import BLOCK_TOKENS, FullCache
 from swiftgen.errors import first_line
 from swiftgen.spans import SPAN_TOKENS, SpanPrefix, span_lengths
@@ -178,11 +179,7 @@ class StaticPass:
 
         tail_keys = keys.index_select(1, inputs["tail"]).double()
         tail_values = values.index_select(1, inputs["tail"]).double()
-        if softcap:
-            scores = torch.bmm(q.double(), tail_keys.transpose(1, 2)) * (scaling / softcap)
-            scores = self._mask + softcap * torch.tanh(scores)
-        else:
-            scores = torch.baddbmm(self._mask, q.double(), tail_keys.transpose(1, 2), alpha=scaling)
+        scores = tail_scores(q, tail_keys, self._mask, scaling, softcap)
         out, lse = self._prefix.over(q, keys, values, inputs["lengths"], scaling, softcap)
         weights = torch.softmax(torch.cat([lse.permute(1, 2, 0), scores], dim=-1), dim=-1)
         merged = torch.bmm(weights[..., self._num_spans :], tail_values)
