@@ -28,8 +28,8 @@ from swiftgen.models import (
     open_model,
     resolve_device,
     resolve_dtype,
-    yarn_config,
 )
+from swiftgen.positions import yarn_config
 from swiftgen.presets import Preset, load_preset
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -192,10 +192,28 @@ class TestSupported:
         check_supported(tiny_config(rope_parameters=yarn))
 
 
-def write_gguf(path: Path, model: LlamaForCausalLM) -> None:
-    """The model as a GGUF file of 32-bit floats, q and k in the row order of llama.cpp."""
-    config = model.config
-    writer = gguf.GGUFWriter(path, "llama")
+GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "model.layers": "blk",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+def gguf_writer(
+    path: Path, config: LlamaConfig | Qwen2Config, architecture: str = "llama"
+) -> gguf.GGUFWriter:
+    """A GGUF file of a model with the tiny tokenizer, to which the tensors are still to be added."""
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -209,18 +227,20 @@ def write_gguf(path: Path, model: LlamaForCausalLM) -> None:
     writer.add_token_list([*ALPHABET, "he", "<end>"])
     writer.add_token_merges(["h e"])
     writer.add_eos_token_id(config.vocab_size - 1)
-    names = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v"}
-    names |= {"self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up"}
-    names |= {"mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm"}
-    names |= {"post_attention_layernorm": "ffn_norm", "model.embed_tokens": "token_embd"}
-    names |= {"model.norm": "output_norm", "lm_head": "output", "model.layers": "blk"}
+    return writer
+
+
+def write_gguf(path: Path, model: LlamaForCausalLM) -> None:
+    """The model as a GGUF file of 32-bit floats, q and k in the row order of llama.cpp."""
+    config = model.config
+    writer = gguf_writer(path, config)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, tensor in model.state_dict().items():
         data = tensor.numpy()
         num_heads = next((count for key, count in heads.items() if key in name), None)
         if num_heads is not None:
             data = data.reshape(num_heads, 2, -1, data.shape[1]).swapaxes(1, 2).reshape(data.shape)
-        for old, new in names.items():
+        for old, new in GGUF_NAMES.items():
             name = name.replace(old, new)
         writer.add_tensor(name, np.ascontiguousarray(data))
     writer.write_header_to_file()

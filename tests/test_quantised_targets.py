@@ -24,7 +24,7 @@ from swiftgen.linear import is_plain
 from swiftgen.models import load_model, open_model
 from swiftgen.quantisers import check_quantiser, stored_method
 from swiftgen.target import Target
-from test_models import ALPHABET, preset_for, tiny_tokenizer
+from test_models import ALPHABET, GGUF_NAMES, gguf_writer, preset_for, tiny_tokenizer
 from tiny import ar_planner, run, sampler
 
 VOCAB_SIZE = len(ALPHABET) + 2
@@ -210,21 +210,6 @@ class TestRefusals:
         assert stored_method(SimpleNamespace(quantization_config={"load_in_8bit": True})) == "bitsandbytes"
 
 
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "model.layers": "blk",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
 KINDS = [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K]
 
 
@@ -237,22 +222,9 @@ def write_gguf(
     rope_freqs: np.ndarray | None = None,
 ) -> dict[str, Tensor]:
     """A random model as a GGUF file with matrices of a type; returns its weights as transformers has them."""
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
+    writer = gguf_writer(path, config, architecture)
     for key, value in (settings or {}).items():
         (writer.add_string if isinstance(value, str) else writer.add_float32)(f"{architecture}.{key}", value)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([*ALPHABET, "he", "<end>"])
-    writer.add_token_merges(["h e"])
-    writer.add_eos_token_id(config.vocab_size - 1)
     if rope_freqs is not None:
         writer.add_tensor("rope_freqs.weight", rope_freqs)
     torch.manual_seed(5)
@@ -260,7 +232,7 @@ def write_gguf(
     for name, tensor in AutoModelForCausalLM.from_config(config).state_dict().items():
         weights = tensor.numpy()
         place = name
-        for old, new in NAMES.items():
+        for old, new in GGUF_NAMES.items():
             place = place.replace(old, new)
         if kind is None or weights.ndim == 1:
             writer.add_tensor(place, weights)
