@@ -16,6 +16,7 @@ from swiftgen.engine import Engine
 from swiftgen.errors import SwiftgenError
 from swiftgen.heads import new_heads
 from swiftgen.heads_files import HeadsInfo, save_heads
+from swiftgen.planner import PassCosts
 from swiftgen.presets import load_preset
 from test_models import VOCAB_SIZE, tiny_config, tiny_tokenizer
 
@@ -176,7 +177,8 @@ class TestDrafts:
         assert actual == expected
         assert num_drafted > 3 * 25  # four levels a step, unless a block ends there
 
-    def test_what_stood_in_the_prompt_is_drafted(self, preset_file: Path):
+    def test_what_stood_in_the_prompt_is_drafted(self, preset_file: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(PassCosts, "seconds", lambda self, size: 1.0)  # no pass is too dear to be tried
         engine = swiftgen.load(str(preset_file), {"draft": "ngram"})
         first, *_ = engine.stream([1, 2, 3] * 60, num_tokens=40, seed=2)
         assert first.draft_depth > 8
