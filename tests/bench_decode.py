@@ -30,11 +30,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
-from swiftgen.cache import FullCache
 from swiftgen.engine import Engine, load
-from swiftgen.machine import read_gb_per_s
-from swiftgen.presets import parse_override
-from swiftgen.target import PassOutput, Target
+from swiftgen.forward.cache import FullCache
+from swiftgen.forward.target import PassOutput, Target
+from swiftgen.settings.presets import parse_override
+from swiftgen.system.machine import read_gb_per_s
 
 
 @dataclass(frozen=True)

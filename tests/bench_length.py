@@ -33,24 +33,24 @@ import torch
 from rich.console import Console
 from transformers import LlamaForCausalLM
 
-from swiftgen import native
-from swiftgen.cache import PartialCache
-from swiftgen.decode import StepEvent
-from swiftgen.distinct import DistinctN
-from swiftgen.document import Document
-from swiftgen.drafters.base import Committed
-from swiftgen.drafters.lookup import LookupDrafter
-from swiftgen.drafters.ngram import NgramDrafter
+from swiftgen.decoding.decode import StepEvent
+from swiftgen.decoding.drafters.base import Committed
+from swiftgen.decoding.drafters.lookup import LookupDrafter
+from swiftgen.decoding.drafters.ngram import NgramDrafter
+from swiftgen.decoding.planner import Planner
+from swiftgen.decoding.sampling import History, Sampler
+from swiftgen.display.panel import LivePanel, RunInfo
+from swiftgen.document.document import Document
 from swiftgen.engine import load
-from swiftgen.loops import LoopDetector
-from swiftgen.metrics import RunMetrics
-from swiftgen.panel import LivePanel, RunInfo
-from swiftgen.planner import Planner
-from swiftgen.presets import Preset
-from swiftgen.sampling import History, Sampler
-from swiftgen.target import Target
-from swiftgen.text import TextStream
-from swiftgen.tree import DraftTree
+from swiftgen.figures.distinct import DistinctN
+from swiftgen.figures.loops import LoopDetector
+from swiftgen.figures.metrics import RunMetrics
+from swiftgen.forward.cache import PartialCache
+from swiftgen.forward.target import Target
+from swiftgen.forward.tree import DraftTree
+from swiftgen.native import build as native
+from swiftgen.settings.presets import Preset
+from swiftgen.text.stream import TextStream
 from test_document import manifest
 from test_models import tiny_config, tiny_tokenizer
 

@@ -17,9 +17,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from swiftgen.loops import MIN_REPEATED_TOKENS, Loop, LoopDetector
-from swiftgen.models import open_model
-from swiftgen.presets import load_preset
+from swiftgen.figures.loops import MIN_REPEATED_TOKENS, Loop, LoopDetector
+from swiftgen.models.loading import open_model
+from swiftgen.settings.presets import load_preset
 
 PERIODS = (1, 7, 300, 3_000)
 LATEST_REPEATED_TOKENS = 54  # of a loop with a short period: noticed before

@@ -36,8 +36,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from swiftgen.document import TOKEN_BYTES, TOKENS_NAME, run_folder
-from swiftgen.manifest import MANIFEST_NAME, read_manifest
+from swiftgen.document.document import TOKEN_BYTES, TOKENS_NAME, run_folder
+from swiftgen.document.manifest import MANIFEST_NAME, read_manifest
 
 PARTS = ("kill", "term", "five", "log", "full", "power")
 PHASES = ("loading", "prefill", "decoding")
@@ -397,7 +397,7 @@ def five_cases(setup: Setup, num_kills: int) -> Cases:
 
 def log_cases(setup: Setup, num_kills: int) -> Cases:
     import swiftgen
-    from swiftgen.cli import main as swiftgen_main
+    from swiftgen.cli.app import main as swiftgen_main
 
     engine: list[swiftgen.Engine] = []
     load = swiftgen.load
@@ -561,7 +561,7 @@ def keep_what_is_synced(store: Path) -> None:
 def child(store: str, slow_s: float, args: list[str]) -> int:
     """The command line, with slower steps and copies of what is synced."""
     import swiftgen.engine
-    from swiftgen.cli import main as swiftgen_main
+    from swiftgen.cli.app import main as swiftgen_main
 
     if store:
         keep_what_is_synced(Path(store))

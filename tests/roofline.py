@@ -149,10 +149,10 @@ def kernels_per_layer() -> int:
     """Kernels that a layer of a static pass starts beside its four matrix products and the prefix."""
     import torch
 
-    from swiftgen.cache import FullCache
-    from swiftgen.spans import SpanPrefix
-    from swiftgen.target import Target
-    from swiftgen.tree import DraftTree
+    from swiftgen.forward.cache import FullCache
+    from swiftgen.forward.spans import SpanPrefix
+    from swiftgen.forward.target import Target
+    from swiftgen.forward.tree import DraftTree
     from tiny import tiny_model
 
     def one_kernel(q: Any, k: Any, v: Any, lengths: Any, scale: float, softcap: float) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swiftgen.alphabets import foreign_tokens
+from swiftgen.text.alphabets import foreign_tokens
 
 TEXTS = {
     "plain": [

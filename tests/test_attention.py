@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftgen.attention import (
+from swiftgen.forward.attention import (
     SPLIT_PREFIX_TOKENS,
     PrefixKernel,
     TreePass,
@@ -17,8 +17,8 @@ from swiftgen.attention import (
     sdpa_prefix,
     tree_attention,
 )
-from swiftgen.cache import BLOCK_TOKENS, CacheShape, FullCache, PartialCache
-from swiftgen.tree import DraftTree
+from swiftgen.forward.cache import BLOCK_TOKENS, CacheShape, FullCache, PartialCache
+from swiftgen.forward.tree import DraftTree
 from tiny import random_tree, shuffled
 
 CPU = torch.device("cpu")

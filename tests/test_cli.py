@@ -21,19 +21,19 @@ from typing import Any
 import pytest
 
 import swiftgen
-from swiftgen.cli import main
-from swiftgen.document import read_tokens
-from swiftgen.errors import SwiftgenError
-from swiftgen.manifest import read_manifest
-from swiftgen.presets import DEFAULT_PRESET, Preset
-from swiftgen.prompts import DEFAULT_PROMPT
+from swiftgen.cli.app import main
+from swiftgen.commands.prompts import DEFAULT_PROMPT
+from swiftgen.document.document import read_tokens
+from swiftgen.document.manifest import read_manifest
+from swiftgen.settings.presets import DEFAULT_PRESET, Preset
+from swiftgen.system.errors import SwiftgenError
 
 WORDS = ["Zoë", " saw", " 日本", "\n"]
 
 
 @dataclasses.dataclass(frozen=True)
 class FakeStep:
-    """Looks like swiftgen.decode.StepEvent (a test compares them) without importing PyTorch."""
+    """Looks like swiftgen.decoding.decode.StepEvent (a test compares them) without importing PyTorch."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -140,7 +140,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 def test_the_fake_step_has_the_fields_of_the_real_one() -> None:
-    from swiftgen.decode import StepEvent
+    from swiftgen.decoding.decode import StepEvent
 
     assert {f.name for f in dataclasses.fields(FakeStep)} == {f.name for f in dataclasses.fields(StepEvent)}
 
@@ -415,7 +415,10 @@ def test_help_is_quick() -> None:
     assert time.monotonic() - begin_s < 2
 
 
-@pytest.mark.parametrize("module", ["swiftgen.cli", "swiftgen.write", "swiftgen.panel", "swiftgen.document"])
+@pytest.mark.parametrize(
+    "module",
+    ["swiftgen.cli.app", "swiftgen.commands.write", "swiftgen.display.panel", "swiftgen.document.document"],
+)
 def test_pytorch_is_not_imported_before_it_is_needed(module: str) -> None:
     code = f"import sys, {module}; sys.exit(bool({{'torch', 'transformers', 'numpy'}} & set(sys.modules)))"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -18,15 +18,15 @@ import pytest
 import torch
 
 import swiftgen
-from swiftgen.cli import main
+from swiftgen.cli.app import main
 from swiftgen.compare import foreign
 from swiftgen.compare.contenders import Contender, OnEvent
 from swiftgen.compare.measure import Mark, PeakMemory, Run, mark_lengths, run_in_turns
 from swiftgen.compare.results import Comparison, standings_of, to_csv, to_json
 from swiftgen.compare.sweep import parse_sweep
 from swiftgen.compare.tables import describe, end_table, length_table
-from swiftgen.decode import StepEvent
-from swiftgen.errors import SwiftgenError
+from swiftgen.decoding.decode import StepEvent
+from swiftgen.system.errors import SwiftgenError
 from test_engine import cache, preset_file  # noqa: F401 (fixtures)
 
 CPU = torch.device("cpu")
@@ -502,7 +502,7 @@ class FakeLlama:
 
 
 def fake_engine(device: str = "cpu", **settings: Any) -> Any:
-    from swiftgen.presets import load_preset
+    from swiftgen.settings.presets import load_preset
 
     preset = load_preset(None, {"W": 512, "theta": 1.25, "sampler.top_k": 0, **settings})
     opened = SimpleNamespace(device=torch.device(device), dtype=torch.bfloat16, folder=Path("model"))

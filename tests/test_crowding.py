@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from swiftgen import crowding
-from swiftgen.crowding import ALONE, CROWDED, INTERVAL_S, CoreWatch, IdleTeam, num_teams, queue_share
+from swiftgen.system import crowding
+from swiftgen.system.crowding import ALONE, CROWDED, INTERVAL_S, CoreWatch, IdleTeam, num_teams, queue_share
 
 INTERVAL_NS = int(INTERVAL_S * 1e9)
 

@@ -9,16 +9,17 @@ import torch
 from transformers import LlamaConfig
 
 import fakes
-from swiftgen import devices, sampling
-from swiftgen.cache import FullCache
-from swiftgen.cli import main
-from swiftgen.devices import free_bytes, memory_errors, resolve_device, resolve_dtype, send
+from swiftgen.cli.app import main
+from swiftgen.decoding import sampling
+from swiftgen.decoding.plans import max_tree_rows, run_memory
 from swiftgen.engine import Engine
-from swiftgen.errors import SwiftgenError
-from swiftgen.limits import check_memory, estimate_memory
-from swiftgen.plans import max_tree_rows, run_memory
-from swiftgen.presets import load_preset
-from swiftgen.target import Target
+from swiftgen.forward.cache import FullCache
+from swiftgen.forward.memory import check_memory, estimate_memory
+from swiftgen.forward.target import Target
+from swiftgen.settings.presets import load_preset
+from swiftgen.system import devices
+from swiftgen.system.devices import free_bytes, memory_errors, resolve_device, resolve_dtype, send
+from swiftgen.system.errors import SwiftgenError
 from test_engine import cache, preset_file  # noqa: F401 (fixtures)
 from test_models import tiny_config
 from tiny import random_tree, sampler
@@ -102,7 +103,7 @@ class TestMemory:
 
     def test_100k_tokens_of_an_8b_model_fit_a_card_of_40_gb(self, monkeypatch: pytest.MonkeyPatch):
         # An A100-40GB has 39.4 GiB, of which a context takes about half a GiB.
-        monkeypatch.setattr("swiftgen.limits.free_bytes", lambda device: int(38.9 * 2**30))
+        monkeypatch.setattr("swiftgen.forward.memory.free_bytes", lambda device: int(38.9 * 2**30))
         estimate = run_memory(
             load_preset("llama31-8b"), LLAMA31_8B, WEIGHTS_8B, 100_000, torch.bfloat16, CUDA
         )
@@ -124,11 +125,11 @@ class TestMemory:
         estimate = run_memory(preset, config, 1000, 200, torch.bfloat16, CPU)
         per_token = estimate.kv_bytes // 200
         assert estimate.draft_bytes == per_token * (rows + preset.kv_budget)
-        monkeypatch.setattr("swiftgen.limits.free_bytes", lambda device: estimate.total_bytes - 1)
+        monkeypatch.setattr("swiftgen.forward.memory.free_bytes", lambda device: estimate.total_bytes - 1)
         with pytest.raises(SwiftgenError, match=f"drafts of up to {rows:,} rows") as caught:
             check_memory(estimate, CPU)
         assert "smaller k" in caught.value.hint
-        monkeypatch.setattr("swiftgen.limits.free_bytes", lambda device: estimate.total_bytes)
+        monkeypatch.setattr("swiftgen.forward.memory.free_bytes", lambda device: estimate.total_bytes)
         check_memory(estimate, CPU)
 
     @pytest.mark.parametrize("draft", ["none", "paper", "heads", "ngram", "self", "auto"])
@@ -145,7 +146,7 @@ class TestMemory:
         opened = narrow.opened
         weights_bytes = opened.weights_bytes + opened.quantised_bytes
         needed = run_memory(narrow.preset, opened.config, weights_bytes, 30, opened.dtype, CPU)
-        monkeypatch.setattr("swiftgen.limits.free_bytes", lambda device: needed.total_bytes)
+        monkeypatch.setattr("swiftgen.forward.memory.free_bytes", lambda device: needed.total_bytes)
         narrow.prepare(10, 20)
         wide = Engine(load_preset(str(preset_file), {"draft": "paper", "k": 1000}))
         with pytest.raises(SwiftgenError, match="drafts of up to") as caught:

@@ -16,18 +16,22 @@ from rich.console import Console
 from transformers import LlamaForCausalLM
 
 import swiftgen
-from swiftgen import attention, checks_machine, checks_preset, limits, machine, native
-from swiftgen.cli import main
-from swiftgen.doctor import Diagnosis, DoctorRequest, diagnose, show
-from swiftgen.errors import SwiftgenError
-from swiftgen.exactness import Exactness, arithmetic_of
-from swiftgen.findings import Finding, run_checks
-from swiftgen.heads import new_heads
-from swiftgen.heads_files import HeadsInfo, save_heads
-from swiftgen.limits import MemoryEstimate, check_memory
-from swiftgen.plans import run_memory
-from swiftgen.presets import DEFAULT_PRESET, load_preset
-from swiftgen.target import Target
+from swiftgen.cli.app import main
+from swiftgen.decoding.plans import run_memory
+from swiftgen.doctor import checks_machine, checks_preset
+from swiftgen.doctor.command import Diagnosis, DoctorRequest, diagnose, show
+from swiftgen.doctor.findings import Finding, run_checks
+from swiftgen.forward import attention
+from swiftgen.forward import memory as limits
+from swiftgen.forward.exactness import Exactness, arithmetic_of
+from swiftgen.forward.memory import MemoryEstimate, check_memory
+from swiftgen.forward.target import Target
+from swiftgen.heads.files import HeadsInfo, save_heads
+from swiftgen.heads.modules import new_heads
+from swiftgen.native import build as native
+from swiftgen.settings.presets import DEFAULT_PRESET, load_preset
+from swiftgen.system import machine
+from swiftgen.system.errors import SwiftgenError
 from test_engine import HIDDEN_SIZE, MAX_POSITIONS, cache, preset_file  # noqa: F401 (fixtures)
 from test_models import VOCAB_SIZE, tiny_config, tiny_model, tiny_tokenizer, write_gguf
 from tiny import FAMILIES
@@ -55,7 +59,7 @@ def small_reads_and_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", local_only)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: pytest.fail("fetched"))
-    monkeypatch.setattr("swiftgen.wheels.download_wheel", lambda *_: pytest.fail("fetched"))
+    monkeypatch.setattr("swiftgen.models.wheels.download_wheel", lambda *_: pytest.fail("fetched"))
 
 
 @pytest.fixture
@@ -133,7 +137,7 @@ class TestWhatIsHere:
     def test_fewer_threads_than_cores(self, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(checks_machine, "usable_cores", lambda: 8.0)
         monkeypatch.setattr(
-            "swiftgen.checks_machine.psutil.cpu_count", lambda logical=True: 8 if logical else 4
+            "swiftgen.doctor.checks_machine.psutil.cpu_count", lambda logical=True: 8 if logical else 4
         )
         monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
         assert checks_machine.threads().state == "ok"  # one for each physical core
@@ -209,7 +213,7 @@ class TestWhatIsHere:
 
     def test_a_full_disk(self, other_cache: Path, monkeypatch: pytest.MonkeyPatch):
         usage = psutil.disk_usage(str(other_cache.parent))._replace(free=1000)
-        monkeypatch.setattr("swiftgen.checks_machine.shutil.disk_usage", lambda _: usage)
+        monkeypatch.setattr("swiftgen.doctor.checks_machine.shutil.disk_usage", lambda _: usage)
         assert (checks_machine.cache().state, checks_machine.cache().figures["free_bytes"]) == ("note", 1000)
 
 
@@ -327,7 +331,7 @@ class TestWhatAPresetNeeds:
 
     @pytest.mark.parametrize("has_units", [False, True])
     def test_dtypes(self, has_units: bool, doctor: Doctor, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr("swiftgen.devices._cpu_has_bf16", lambda: has_units)
+        monkeypatch.setattr("swiftgen.system.devices._cpu_has_bf16", lambda: has_units)
         slower, faster = ("float32", "bfloat16") if has_units else ("bfloat16", "float32")
         found = doctor(f"model.dtype={slower}")[1]["needs"]["runs_on"]
         assert (found["dtype"], found["state"]) == (slower, "note")
@@ -412,14 +416,14 @@ class TestFailures:
     @pytest.mark.parametrize(
         ("place", "name"),
         [
-            ("checks_machine.processor_name", "processor"),
-            ("checks_machine.usable_cores", "threads"),
-            ("checks_machine._num_gpus", "gpu"),
-            ("checks_machine.psutil.virtual_memory", "memory"),
-            ("checks_machine.read_gb_per_s", "bandwidth"),
-            ("checks_machine.found_compilers", "native_kernels"),
-            ("checks_machine.flash_attn_installed", "flash_attn"),
-            ("checks_machine.cache_folder", "cache_folder"),
+            ("doctor.checks_machine.processor_name", "processor"),
+            ("doctor.checks_machine.usable_cores", "threads"),
+            ("doctor.checks_machine._num_gpus", "gpu"),
+            ("doctor.checks_machine.psutil.virtual_memory", "memory"),
+            ("doctor.checks_machine.read_gb_per_s", "bandwidth"),
+            ("doctor.checks_machine.found_compilers", "native_kernels"),
+            ("doctor.checks_machine.flash_attn_installed", "flash_attn"),
+            ("doctor.checks_machine.cache_folder", "cache_folder"),
         ],
     )
     def test_a_probe_of_the_machine(
@@ -508,5 +512,5 @@ class TestDisplay:
 
 
 def test_nothing_heavy_before_a_preset_is_known():
-    code = "import sys, swiftgen.doctor; assert not {'torch', 'transformers'} & set(sys.modules)"
+    code = "import sys, swiftgen.doctor.command; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import yaml
 
-from swiftgen import document as document_module
-from swiftgen.decode import StepEvent
-from swiftgen.document import Document, check_output, read_tokens, run_folder
-from swiftgen.errors import SwiftgenError
-from swiftgen.manifest import Manifest, now_utc, read_manifest, write_manifest
-from swiftgen.metrics import RunMetrics
+from swiftgen.decoding.decode import StepEvent
+from swiftgen.document import document as document_module
+from swiftgen.document.document import Document, check_output, read_tokens, run_folder
+from swiftgen.document.manifest import Manifest, now_utc, read_manifest, write_manifest
+from swiftgen.figures.metrics import RunMetrics
+from swiftgen.system.errors import SwiftgenError
 
 PROMPT = [5, 6, 70_000]
 
@@ -272,7 +272,7 @@ def test_a_full_disk_keeps_whole_records_and_whole_characters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
     path = tmp_path / "book.txt"
-    monkeypatch.setattr("swiftgen.storage.FileIO", FailingFile)
+    monkeypatch.setattr("swiftgen.system.storage.FileIO", FailingFile)
     monkeypatch.setattr(FailingFile, "room", 10**9)
 
     def fill_the_disk() -> None:
@@ -294,7 +294,7 @@ def test_what_did_not_fit_is_written_when_there_is_room_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "book.txt"
-    monkeypatch.setattr("swiftgen.storage.FileIO", FailingFile)
+    monkeypatch.setattr("swiftgen.system.storage.FileIO", FailingFile)
     monkeypatch.setattr(FailingFile, "room", 10**9)
     document = Document.create(path, manifest(), PROMPT)
     monkeypatch.setattr(FailingFile, "room", 3)

@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftgen.cache import PartialCache
-from swiftgen.drafters import ngram
-from swiftgen.drafters.base import Committed, Drafter, Pace
-from swiftgen.drafters.heads import HeadsDrafter, ReadyHeads, calibrated
-from swiftgen.drafters.ngram import NgramDrafter, NgramTable
-from swiftgen.drafters.self_draft import MAX_PASSES, SelfDrafter
-from swiftgen.heads import DraftHeads, new_heads
-from swiftgen.native import kernels_for
-from swiftgen.planner import Planner
-from swiftgen.sampling import History, Sampler, keyed_gumbel
-from swiftgen.tree import DraftTree
+from swiftgen.decoding.drafters import ngram
+from swiftgen.decoding.drafters.base import Committed, Drafter, Pace
+from swiftgen.decoding.drafters.heads import HeadsDrafter, ReadyHeads, calibrated
+from swiftgen.decoding.drafters.ngram import NgramDrafter, NgramTable
+from swiftgen.decoding.drafters.self_draft import MAX_PASSES, SelfDrafter
+from swiftgen.decoding.planner import Planner
+from swiftgen.decoding.sampling import History, Sampler, keyed_gumbel
+from swiftgen.forward.cache import PartialCache
+from swiftgen.forward.tree import DraftTree
+from swiftgen.heads.modules import DraftHeads, new_heads
+from swiftgen.native.build import kernels_for
 from tiny import (
     DRAFT_VOCABULARY,
     HIDDEN_SIZE,

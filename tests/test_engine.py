@@ -11,13 +11,13 @@ import torch
 from transformers import LlamaForCausalLM
 
 import swiftgen
-from swiftgen.decode import StepEvent
+from swiftgen.decoding.decode import StepEvent
+from swiftgen.decoding.planner import PassCosts
 from swiftgen.engine import Engine
-from swiftgen.errors import SwiftgenError
-from swiftgen.heads import new_heads
-from swiftgen.heads_files import HeadsInfo, save_heads
-from swiftgen.planner import PassCosts
-from swiftgen.presets import load_preset
+from swiftgen.heads.files import HeadsInfo, save_heads
+from swiftgen.heads.modules import new_heads
+from swiftgen.settings.presets import load_preset
+from swiftgen.system.errors import SwiftgenError
 from test_models import VOCAB_SIZE, tiny_config, tiny_tokenizer
 
 EOS = VOCAB_SIZE - 1
@@ -273,7 +273,7 @@ class TestLimits:
         monkeypatch.setattr("swiftgen.engine.load_weights", lambda *_: pytest.fail("loaded"))
         engine = swiftgen.load(str(preset_file))
         failure(lambda: engine.stream(PROMPT, num_tokens=MAX_POSITIONS))
-        monkeypatch.setattr("swiftgen.limits.free_bytes", lambda _: 1000)
+        monkeypatch.setattr("swiftgen.forward.memory.free_bytes", lambda _: 1000)
         assert "memory" in str(failure(lambda: engine.stream(PROMPT, num_tokens=5)))
 
     def test_a_longer_second_stream_must_fit_into_memory_too(
@@ -281,7 +281,7 @@ class TestLimits:
     ):
         engine = swiftgen.load(str(preset_file))
         list(engine.stream(PROMPT, num_tokens=1))
-        monkeypatch.setattr("swiftgen.limits.free_bytes", lambda _: 1000)
+        monkeypatch.setattr("swiftgen.forward.memory.free_bytes", lambda _: 1000)
         failure(lambda: engine.stream(PROMPT, num_tokens=MAX_POSITIONS - 50))
 
     def test_heads_of_another_model_are_refused(self, preset_file: Path, tmp_path: Path):

@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from swiftgen.cache import BLOCK_TOKENS, PartialCache
-from swiftgen.drafters.base import Committed, Drafter, Pace
-from swiftgen.drafters.heads import HeadsDrafter, ReadyHeads
-from swiftgen.drafters.lookup import LookupDrafter
-from swiftgen.drafters.ngram import NgramDrafter
-from swiftgen.drafters.self_draft import SelfDrafter
-from swiftgen.exactness import choose_pass_sizes, known_exactness
-from swiftgen.planner import Planner
-from swiftgen.sampling import Sampler
-from swiftgen.target import Target
-from swiftgen.tree import DraftTree
+from swiftgen.decoding.drafters.base import Committed, Drafter, Pace
+from swiftgen.decoding.drafters.heads import HeadsDrafter, ReadyHeads
+from swiftgen.decoding.drafters.lookup import LookupDrafter
+from swiftgen.decoding.drafters.ngram import NgramDrafter
+from swiftgen.decoding.drafters.self_draft import SelfDrafter
+from swiftgen.decoding.planner import Planner
+from swiftgen.decoding.sampling import Sampler
+from swiftgen.forward.cache import BLOCK_TOKENS, PartialCache
+from swiftgen.forward.exactness import choose_pass_sizes, known_exactness
+from swiftgen.forward.target import Target
+from swiftgen.forward.tree import DraftTree
 from tiny import (
     DRAFT_VOCABULARY,
     FAMILIES,

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from swiftgen.architectures import check_supported, layer_windows
-from swiftgen.cache import PartialCache
-from swiftgen.conformance import checked_target
-from swiftgen.decode import decode
-from swiftgen.drafters.self_draft import SelfDrafter
-from swiftgen.errors import SwiftgenError
-from swiftgen.exactness import arithmetic_of
-from swiftgen.experts import all_rows_experts, batched_experts
-from swiftgen.planner import Planner
-from swiftgen.positions import planned_config, usable_positions
-from swiftgen.target import Target
-from swiftgen.tree import DraftTree
+from swiftgen.decoding.decode import decode
+from swiftgen.decoding.drafters.self_draft import SelfDrafter
+from swiftgen.decoding.planner import Planner
+from swiftgen.forward.cache import PartialCache
+from swiftgen.forward.conformance import checked_target
+from swiftgen.forward.exactness import arithmetic_of
+from swiftgen.forward.experts import all_rows_experts, batched_experts
+from swiftgen.forward.target import Target
+from swiftgen.forward.tree import DraftTree
+from swiftgen.models.architectures import check_supported, layer_windows
+from swiftgen.models.positions import planned_config, usable_positions
+from swiftgen.system.errors import SwiftgenError
 from test_exactness import AdversarialPlanner, drafters
 from tiny import VARIANTS, VOCAB_SIZE, ar_planner, new_cache, run, sampler, tiny_model, tiny_target
 

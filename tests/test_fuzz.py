@@ -27,16 +27,16 @@ from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
 import swiftgen
-from swiftgen import wheels
-from swiftgen.cli import main
+from swiftgen.cli.app import main
 from swiftgen.compare.sweep import parse_sweep
-from swiftgen.document import STEPS_NAME, TOKENS_NAME, run_folder
-from swiftgen.errors import SwiftgenError
-from swiftgen.heads_files import WEIGHTS_FILE, HeadsInfo, check_heads, load_heads, save_heads
-from swiftgen.manifest import MANIFEST_NAME
-from swiftgen.models import load_model, open_model
-from swiftgen.preset_files import dump_yaml
-from swiftgen.presets import _fields, load_preset
+from swiftgen.document.document import STEPS_NAME, TOKENS_NAME, run_folder
+from swiftgen.document.manifest import MANIFEST_NAME
+from swiftgen.heads.files import WEIGHTS_FILE, HeadsInfo, check_heads, load_heads, save_heads
+from swiftgen.models import wheels
+from swiftgen.models.loading import load_model, open_model
+from swiftgen.settings.files import dump_yaml
+from swiftgen.settings.presets import _fields, load_preset
+from swiftgen.system.errors import SwiftgenError
 from swiftgen.training.texts import TEXTS_FILE, Texts, load_texts, read_documents, save_texts
 from test_cli import FakeLoad
 from test_engine import cache, preset_file  # noqa: F401 (fixtures)
@@ -949,6 +949,6 @@ def test_any_source_of_a_model(fuzz: Fuzz, tmp_path: Path, monkeypatch: pytest.M
             preset = preset_for(Path("x"), **{"model.source": source})
         except SwiftgenError:
             return
-        fails_well(lambda: swiftgen.models.resolve_source(preset.model, local_only=True))
+        fails_well(lambda: swiftgen.models.loading.resolve_source(preset.model, local_only=True))
 
     fuzz(sources, check, 40)

@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from swiftgen import spans
-from swiftgen.cache import CacheShape, FullCache
-from swiftgen.decode import StepEvent, decode
-from swiftgen.devices import capability, free_bytes, memory_errors
-from swiftgen.errors import SwiftgenError
-from swiftgen.exactness import choose_pass_sizes
-from swiftgen.planner import Planner
-from swiftgen.plans import max_tree_rows, run_memory
-from swiftgen.presets import load_preset
-from swiftgen.sampling import Sampler
-from swiftgen.spans import SPAN_TOKENS, SpanPrefix, plain_spans, span_lengths
-from swiftgen.target import Target
-from swiftgen.tree import DraftTree
+from swiftgen.decoding.decode import StepEvent, decode
+from swiftgen.decoding.planner import Planner
+from swiftgen.decoding.plans import max_tree_rows, run_memory
+from swiftgen.decoding.sampling import Sampler
+from swiftgen.forward import spans
+from swiftgen.forward.cache import CacheShape, FullCache
+from swiftgen.forward.exactness import choose_pass_sizes
+from swiftgen.forward.spans import SPAN_TOKENS, SpanPrefix, plain_spans, span_lengths
+from swiftgen.forward.target import Target
+from swiftgen.forward.tree import DraftTree
+from swiftgen.settings.presets import load_preset
+from swiftgen.system.devices import capability, free_bytes, memory_errors
+from swiftgen.system.errors import SwiftgenError
 from test_static_pass import RandomDrafter
 from tiny import ar_planner, run, sampler
 

@@ -13,18 +13,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-import swiftgen.heads_files
-from swiftgen.cache import PartialCache
-from swiftgen.drafters.base import Committed
-from swiftgen.drafters.heads import calibrated
-from swiftgen.drafters.self_draft import SelfDrafter
-from swiftgen.errors import SwiftgenError
-from swiftgen.heads import DraftHeads, LinearHeads, RecurrentHeads, chain_states, new_heads
-from swiftgen.heads_files import WEIGHTS_FILE, HeadsInfo, check_heads, load_heads, read_reference, save_heads
-from swiftgen.presets import load_preset
-from swiftgen.sampling import History, keyed_gumbel
-from swiftgen.target import Target
-from swiftgen.tree import DraftTree
+import swiftgen.heads.files
+from swiftgen.decoding.drafters.base import Committed
+from swiftgen.decoding.drafters.heads import calibrated
+from swiftgen.decoding.drafters.self_draft import SelfDrafter
+from swiftgen.decoding.sampling import History, keyed_gumbel
+from swiftgen.forward.cache import PartialCache
+from swiftgen.forward.target import Target
+from swiftgen.forward.tree import DraftTree
+from swiftgen.heads.files import WEIGHTS_FILE, HeadsInfo, check_heads, load_heads, read_reference, save_heads
+from swiftgen.heads.modules import DraftHeads, LinearHeads, RecurrentHeads, chain_states, new_heads
+from swiftgen.settings.presets import load_preset
+from swiftgen.system.errors import SwiftgenError
 from tiny import ReadyHeads, new_cache, sampler, tiny_model
 
 HIDDEN_SIZE, EPS, WIDTH = 12, 1e-5, 7
@@ -358,7 +358,7 @@ class TestReference:
             fetched.append(name)
             return tmp_path / name if (tmp_path / name).is_file() else None
 
-        monkeypatch.setattr(swiftgen.heads_files, "hub_file", hub_file)
+        monkeypatch.setattr(swiftgen.heads.files, "hub_file", hub_file)
         heads, info = load_heads("some/heads")
         assert (heads.num_heads, info.base_model) == (3, "some/heads")
         shards = [HEADS_SHARD, "model-00003-of-00003.safetensors"]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from swiftgen.layers import FusedLayer, NativeLayer, fuse_layers
-from swiftgen.target import Target
+from swiftgen.forward.layers import FusedLayer, NativeLayer, fuse_layers
+from swiftgen.forward.target import Target
 from tiny import FAMILIES, new_cache, tiny_model
 
 TOKENS = [(5 * i * i + 3) % 97 for i in range(200)]

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from bench_length import STEP_TOKENS, committed, made_up_text, upkeep_parts
-from swiftgen.drafters.lookup import NUM_SLOTS, LookupDrafter
+from swiftgen.decoding.drafters.lookup import NUM_SLOTS, LookupDrafter
 
 SHORT, LONG = 2_000, 60_000
 MOST_TIMES_AS_LONG = 4.0  # caches of the processor, and tables that fill

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from swiftgen.drafters import lookup
-from swiftgen.drafters.base import Committed
-from swiftgen.drafters.lookup import (
+from swiftgen.decoding.drafters import lookup
+from swiftgen.decoding.drafters.base import Committed
+from swiftgen.decoding.drafters.lookup import (
     KEY_LENGTHS,
     MAX_DRAFT,
     MAX_MATCH,
@@ -17,8 +17,8 @@ from swiftgen.drafters.lookup import (
     NUM_SLOTS,
     LookupDrafter,
 )
-from swiftgen.sampling import History
-from swiftgen.tree import DraftTree
+from swiftgen.decoding.sampling import History
+from swiftgen.forward.tree import DraftTree
 
 
 def committed(token_ids: list[int]) -> Committed:

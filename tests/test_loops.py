@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swiftgen.loops import MAX_PERIOD_TOKENS, MIN_REPEATED_TOKENS, Loop, LoopDetector
+from swiftgen.figures.loops import MAX_PERIOD_TOKENS, MIN_REPEATED_TOKENS, Loop, LoopDetector
 
 LATEST_REPEATED_TOKENS = 54  # of a loop with a short period: noticed before
 

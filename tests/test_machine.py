@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from swiftgen import cgroups, machine
-from swiftgen.errors import SwiftgenError
+from swiftgen.system import cgroups, machine
+from swiftgen.system.errors import SwiftgenError
 
 CPUINFO = """processor\t: 0
 model name\t: Some Processor 9
@@ -81,7 +81,7 @@ def test_the_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_bandwidth_is_bytes_by_seconds(monkeypatch: pytest.MonkeyPatch):
     ticks = itertools.count(step=0.5)  # every read takes half a second by this clock
-    monkeypatch.setattr("swiftgen.machine.time.perf_counter", lambda: next(ticks))
+    monkeypatch.setattr("swiftgen.system.machine.time.perf_counter", lambda: next(ticks))
     assert machine.read_gb_per_s(num_bytes=4_000_000) == pytest.approx(0.008)
 
 
@@ -89,7 +89,9 @@ def test_bandwidth_takes_a_quarter_of_what_is_free_at_most(monkeypatch: pytest.M
     monkeypatch.setattr(machine, "free_bytes", lambda _: 2**30)
     sizes: list[int] = []
     ones = machine.torch.ones
-    monkeypatch.setattr("swiftgen.machine.torch.ones", lambda n, device: sizes.append(4 * n) or ones(9))
+    monkeypatch.setattr(
+        "swiftgen.system.machine.torch.ones", lambda n, device: sizes.append(4 * n) or ones(9)
+    )
     machine.read_gb_per_s()
     assert sizes == [2**28]
     monkeypatch.setattr(machine, "free_bytes", lambda _: 2**28)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from swiftgen.decode import StepEvent
-from swiftgen.distinct import DistinctN
-from swiftgen.metrics import RunMetrics
+from swiftgen.decoding.decode import StepEvent
+from swiftgen.figures.distinct import DistinctN
+from swiftgen.figures.metrics import RunMetrics
 
 
 class Clock:
@@ -155,7 +155,9 @@ def test_distinct_is_exact_up_to_200_000_tokens() -> None:
 
 
 def test_distinct_stays_close_in_four_mebibytes_for_each_n(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swiftgen.distinct._PART_KEYS", 64)  # of 1,024: as if 800,000 tokens were 12,800,000
+    monkeypatch.setattr(
+        "swiftgen.figures.distinct._PART_KEYS", 64
+    )  # of 1,024: as if 800,000 tokens were 12,800,000
     rng = random.Random(1)
     token_ids = [rng.randrange(400) for _ in range(150_000)]
     distinct = DistinctN()

@@ -9,9 +9,9 @@ import pytest
 from safetensors import SafetensorError
 from transformers import LlamaForCausalLM
 
-from swiftgen.errors import SwiftgenError
-from swiftgen.model_store import writable_by_others
-from swiftgen.models import open_model
+from swiftgen.models.loading import open_model
+from swiftgen.system.cache_folder import writable_by_others
+from swiftgen.system.errors import SwiftgenError
 from test_models import preset_for, tiny_model, write_gguf
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "getuid"), reason="no such rights on this system")
@@ -59,7 +59,9 @@ def test_the_group_of_the_user_alone_is_no_other(place: Path, monkeypatch: pytes
     place.chmod(0o664)
     gid = place.stat().st_gid
     for is_own in (True, False):
-        monkeypatch.setattr("swiftgen.model_store._is_own_group", lambda g, own=is_own: own and g == gid)
+        monkeypatch.setattr(
+            "swiftgen.system.cache_folder._is_own_group", lambda g, own=is_own: own and g == gid
+        )
         assert writable_by_others(place) == (None if is_own else place)
 
 

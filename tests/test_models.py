@@ -14,23 +14,14 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, PreTrainedTokenizerFast, Qwen2Config
 
-from swiftgen import devices
-from swiftgen.errors import SwiftgenError
-from swiftgen.limits import MemoryEstimate
-from swiftgen.models import (
-    LoadedModel,
-    check_length,
-    check_memory,
-    check_supported,
-    estimate_memory,
-    load_model,
-    load_weights,
-    open_model,
-    resolve_device,
-    resolve_dtype,
-)
-from swiftgen.positions import yarn_config
-from swiftgen.presets import Preset, load_preset
+from swiftgen.forward.memory import MemoryEstimate, check_length, check_memory, estimate_memory
+from swiftgen.models.architectures import check_supported
+from swiftgen.models.loading import LoadedModel, load_model, load_weights, open_model
+from swiftgen.models.positions import yarn_config
+from swiftgen.settings.presets import Preset, load_preset
+from swiftgen.system import devices
+from swiftgen.system.devices import resolve_device, resolve_dtype
+from swiftgen.system.errors import SwiftgenError
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 VOCAB_SIZE = len(ALPHABET) + 2
@@ -263,7 +254,7 @@ class TestGguf:
         assert first.eos_token_ids == (VOCAB_SIZE - 1,)
         assert first.tokenizer.decode(first.tokenizer("né w\n")["input_ids"]) == "né w\n"
         assert not list((cache / "work").iterdir())
-        monkeypatch.setattr("swiftgen.conversion._convert", lambda *_: pytest.fail("converted again"))
+        monkeypatch.setattr("swiftgen.models.conversion._convert", lambda *_: pytest.fail("converted again"))
         assert load_model(preset_for(tmp_path / "tiny.gguf")).fingerprint == first.fingerprint
 
     def test_one_copy_per_dtype(self, tmp_path: Path, cache: Path):
@@ -311,7 +302,7 @@ class TestMemory:
         assert wide.kv_bytes == 4 * estimate.kv_bytes
 
     def test_refusal_says_what_fits(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr("swiftgen.limits.free_bytes", lambda _: 3 * 2**30)
+        monkeypatch.setattr("swiftgen.forward.memory.free_bytes", lambda _: 3 * 2**30)
         check_memory(MemoryEstimate(2**30, 2**30, 2**30, num_tokens=1024), "cpu")
         with pytest.raises(SwiftgenError) as caught:
             check_memory(MemoryEstimate(2**30, 4 * 2**30, 2**30, num_tokens=4096), "cpu")
@@ -320,7 +311,7 @@ class TestMemory:
         assert "1,024 tokens" in caught.value.hint
 
     def test_weights_alone_do_not_fit(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr("swiftgen.limits.free_bytes", lambda _: 2**30)
+        monkeypatch.setattr("swiftgen.forward.memory.free_bytes", lambda _: 2**30)
         with pytest.raises(SwiftgenError) as caught:
             check_memory(MemoryEstimate(2**31, 1000, 0, num_tokens=10), "cpu")
         assert "weights alone" in caught.value.hint

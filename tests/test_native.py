@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftgen.cache import CacheShape, FullCache, PartialCache
-from swiftgen.native import Heads as NativeHeads
-from swiftgen.native import NativePass, kernels_for
-from swiftgen.tree import DraftTree
+from swiftgen.forward.cache import CacheShape, FullCache, PartialCache
+from swiftgen.forward.native_pass import NativePass
+from swiftgen.forward.tree import DraftTree
+from swiftgen.native.build import kernels_for
+from swiftgen.native.structs import Heads as NativeHeads
 from tiny import random_tree, shuffled
 
 CPU = torch.device("cpu")

@@ -11,11 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from swiftgen import native
-from swiftgen.errors import SwiftgenError
-from swiftgen.layers import FusedLayer, NativeLayer
-from swiftgen.native import Kernels, kernels_for
-from swiftgen.target import Target
+from swiftgen.forward.layers import FusedLayer, NativeLayer
+from swiftgen.forward.target import Target
+from swiftgen.native import build as native
+from swiftgen.native.build import kernels_for
+from swiftgen.native.kernels import Kernels
+from swiftgen.system.errors import SwiftgenError
 from tiny import tiny_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -267,7 +268,7 @@ def test_what_the_code_depends_on_names_the_build(
     with monkeypatch.context() as patch:
         patch.setattr(native, "_processor", lambda: "another processor")
         builds.append(_build_name())
-    folder = native.resources.files("swiftgen")
+    folder = native.resources.files("swiftgen.native")
     for changed in native._SOURCES:
         with monkeypatch.context() as patch:
             for name in native._SOURCES:

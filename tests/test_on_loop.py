@@ -13,13 +13,13 @@ import torch
 from rich.console import Console
 from transformers import LlamaForCausalLM
 
-from swiftgen.cli import main
-from swiftgen.document import STEPS_NAME, read_tokens, run_folder
-from swiftgen.loops import MIN_REPEATED_TOKENS, Loop
-from swiftgen.manifest import read_manifest
-from swiftgen.metrics import RunMetrics
-from swiftgen.panel import LinePrinter, LivePanel
-from swiftgen.wording import loop_words
+from swiftgen.cli.app import main
+from swiftgen.display.panel import LinePrinter, LivePanel
+from swiftgen.display.wording import loop_words
+from swiftgen.document.document import STEPS_NAME, read_tokens, run_folder
+from swiftgen.document.manifest import read_manifest
+from swiftgen.figures.loops import MIN_REPEATED_TOKENS, Loop
+from swiftgen.figures.metrics import RunMetrics
 from test_cli import Outcome
 from test_engine import cache  # noqa: F401 (fixture)
 from test_models import tiny_config, tiny_tokenizer

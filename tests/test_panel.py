@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from swiftgen.decode import StepEvent
-from swiftgen.metrics import RunMetrics
-from swiftgen.panel import Display, LinePrinter, LivePanel, RunInfo, make_reporter
-from swiftgen.wording import TextTail, count, duration, harmless, size
+from swiftgen.decoding.decode import StepEvent
+from swiftgen.display.panel import Display, LinePrinter, LivePanel, RunInfo, make_reporter
+from swiftgen.display.wording import TextTail, count, duration, harmless, size
+from swiftgen.figures.metrics import RunMetrics
 
 INFO = RunInfo("smollm2-135m", "book.txt", 20_000, "lossless (checked at start)")
 NASTY = "The \x1b[2J[bold]sea[/bold] \x07日本語 👩‍👩‍👧‍👦 \u202eabc\u202c שלום e\u0301\r\n\tend\x00\u2028x"

@@ -19,13 +19,13 @@ import pytest
 import torch
 from transformers import Olmo2Config
 
-from swiftgen import ranks
-from swiftgen.cli import main
-from swiftgen.document import read_tokens
-from swiftgen.errors import SwiftgenError
-from swiftgen.heads import new_heads
-from swiftgen.heads_files import HeadsInfo, save_heads
-from swiftgen.tensor_parallel import num_kv_heads, whole
+from swiftgen.cli.app import main
+from swiftgen.document.document import read_tokens
+from swiftgen.heads.files import HeadsInfo, save_heads
+from swiftgen.heads.modules import new_heads
+from swiftgen.models.tensor_parallel import num_kv_heads, whole
+from swiftgen.system import ranks
+from swiftgen.system.errors import SwiftgenError
 from test_models import tiny_config, tiny_model, tiny_tokenizer
 
 _FORK = multiprocessing.get_context("fork")  # what is imported here need not be imported by every rank

@@ -9,10 +9,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from swiftgen.drafters.base import Pace
-from swiftgen.planner import FIRST_PROBE, LAST_PROBE, PROBE_STEPS, AcceptanceEstimates, PassCosts, Planner
-from swiftgen.sampling import History
-from swiftgen.tree import DraftTree
+from swiftgen.decoding.drafters.base import Pace
+from swiftgen.decoding.planner import (
+    FIRST_PROBE,
+    LAST_PROBE,
+    PROBE_STEPS,
+    AcceptanceEstimates,
+    PassCosts,
+    Planner,
+)
+from swiftgen.decoding.sampling import History
+from swiftgen.forward.tree import DraftTree
 
 SIZES = (1, 2, 4, 8)
 
@@ -321,7 +328,9 @@ class Machine:
         pace: Pace | None = None,
     ) -> None:
         self.clock_s, self.takes_s = 0.0, takes_s
-        monkeypatch.setattr("swiftgen.planner.time", SimpleNamespace(perf_counter=lambda: self.clock_s))
+        monkeypatch.setattr(
+            "swiftgen.decoding.planner.time", SimpleNamespace(perf_counter=lambda: self.clock_s)
+        )
         self.drafters = {name: ScriptedDrafter([[1]], name) for name in takes_s}
         self.plan = Planner(
             [[self.drafters[name] for name in way] for way in ways], SIZES, measured, pace=pace

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from swiftgen.errors import SwiftgenError
-from swiftgen.presets import (
+from swiftgen.settings.presets import (
     DEFAULT_PRESET,
     MAX_DRAFTED_NODES,
     ModelSettings,
@@ -22,6 +21,7 @@ from swiftgen.presets import (
     parse_override,
     preset_yaml,
 )
+from swiftgen.system.errors import SwiftgenError
 
 SHIPPED = {
     "smollm2-135m",
@@ -377,5 +377,5 @@ def test_tree_nodes():
 
 
 def test_reading_presets_needs_no_torch():
-    code = "import sys, swiftgen.presets as p; p.list_presets(); sys.exit('torch' in sys.modules)"
+    code = "import sys, swiftgen.settings.presets as p; p.list_presets(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -21,19 +21,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from swiftgen import native
-from swiftgen.cache import PartialCache
-from swiftgen.drafters.self_draft import SelfDrafter
-from swiftgen.errors import SwiftgenError
-from swiftgen.exactness import CANDIDATE_SIZES, arithmetic_of, choose_pass_sizes
-from swiftgen.layers import _joined
-from swiftgen.linear import PackedLinear, can_pack, linear_maker, replace_linears
-from swiftgen.models import LoadedModel, OpenedModel, load_model, load_weights, open_model
-from swiftgen.native import Kernels, kernels_for
-from swiftgen.planner import Planner
-from swiftgen.quantised import (
+from swiftgen.decoding.drafters.self_draft import SelfDrafter
+from swiftgen.decoding.planner import Planner
+from swiftgen.forward.cache import PartialCache
+from swiftgen.forward.exactness import CANDIDATE_SIZES, arithmetic_of, choose_pass_sizes
+from swiftgen.forward.layers import _joined
+from swiftgen.forward.linear import PackedLinear, QuantisedLinear, can_pack, linear_maker, replace_linears
+from swiftgen.forward.target import Target
+from swiftgen.models.gguf_weights import (
     FILE_NAME,
-    QuantisedLinear,
     QuantisedWeight,
     attach,
     attach_quantised,
@@ -41,7 +37,11 @@ from swiftgen.quantised import (
     quantised_of,
     save_quantised,
 )
-from swiftgen.target import Target
+from swiftgen.models.loading import LoadedModel, OpenedModel, load_model, load_weights, open_model
+from swiftgen.native import build as native
+from swiftgen.native.build import kernels_for
+from swiftgen.native.kernels import Kernels
+from swiftgen.system.errors import SwiftgenError
 from test_exactness import PROMPT, AdversarialPlanner
 from test_models import preset_for, tiny_model, write_gguf
 from tiny import ar_planner, new_cache, run, sampler
@@ -80,7 +80,7 @@ def other_build(name: str, folder: Path) -> Kernels:
     flags, needed = BUILDS[name]
     if platform.machine() not in ("x86_64", "AMD64") or not needed <= UNITS:
         pytest.skip("not for this processor")
-    here = resources.files("swiftgen")
+    here = resources.files("swiftgen.native")
     sources = {file: here.joinpath(file).read_text(encoding="utf-8") for file in native._SOURCES}
     flags = [flag for flag in native._FLAGS if flag != "-march=native"] + flags
     parts = []

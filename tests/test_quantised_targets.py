@@ -15,15 +15,15 @@ from gguf import quants
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from swiftgen import quantisers
-from swiftgen.cli import main
-from swiftgen.document import read_tokens
-from swiftgen.errors import SwiftgenError
-from swiftgen.exactness import choose_pass_sizes
-from swiftgen.linear import is_plain
-from swiftgen.models import load_model, open_model
-from swiftgen.quantisers import check_quantiser, stored_method
-from swiftgen.target import Target
+from swiftgen.cli.app import main
+from swiftgen.document.document import read_tokens
+from swiftgen.forward.exactness import choose_pass_sizes
+from swiftgen.forward.linear import is_plain
+from swiftgen.forward.target import Target
+from swiftgen.models import libraries as quantisers
+from swiftgen.models.libraries import check_quantiser, stored_method
+from swiftgen.models.loading import load_model, open_model
+from swiftgen.system.errors import SwiftgenError
 from test_models import ALPHABET, GGUF_NAMES, gguf_writer, preset_for, tiny_tokenizer
 from tiny import ar_planner, run, sampler
 

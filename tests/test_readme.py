@@ -19,8 +19,8 @@ from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import swiftgen
-from swiftgen.cli import app
-from swiftgen.presets import Preset, list_presets, load_preset, parse_override
+from swiftgen.cli.app import app
+from swiftgen.settings.presets import Preset, list_presets, load_preset, parse_override
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -226,7 +226,9 @@ def test_the_python_example_runs(
     preset = {"model": {"source": str(tmp_path / "model"), "device": "cpu", "dtype": "float32"}, "chat": True}
     (tmp_path / "smollm2-135m.yaml").write_text(json.dumps(preset), encoding="utf-8")
     monkeypatch.setenv("SWIFTGEN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("swiftgen.presets._shipped", lambda: {"smollm2-135m": tmp_path / "smollm2-135m.yaml"})
+    monkeypatch.setattr(
+        "swiftgen.settings.presets._shipped", lambda: {"smollm2-135m": tmp_path / "smollm2-135m.yaml"}
+    )
     exec(compile(examples[0], "README.md", "exec"), {})
     shown = capsys.readouterr().out
     assert re.search(r"\n\d+ of 60 tokens were drafted\. lossless", shown)

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from swiftgen.devices import resolve_dtype
 from swiftgen.engine import load
-from swiftgen.errors import SwiftgenError
+from swiftgen.system.devices import resolve_dtype
+from swiftgen.system.errors import SwiftgenError
 
 PROMPT = "Write a long novel about a lighthouse keeper who finds a map of a country that does not exist."
 # Small enough that the draft pass forgets most of the text, and selects anew many times.

@@ -8,13 +8,13 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from swiftgen import wheels
-from swiftgen.cli import app, main
+from swiftgen.cli.app import app, main
 from swiftgen.compare.command import _reason
-from swiftgen.document import run_folder
-from swiftgen.errors import SwiftgenError
-from swiftgen.presets import Preset, load_preset
-from swiftgen.redaction import redacted
+from swiftgen.document.document import run_folder
+from swiftgen.models import wheels
+from swiftgen.settings.presets import Preset, load_preset
+from swiftgen.system.errors import SwiftgenError
+from swiftgen.system.redaction import redacted
 from test_cli import Outcome
 from test_engine import cache, preset_file  # noqa: F401 (fixtures)
 

@@ -26,21 +26,21 @@ from rich.console import Console
 
 import swiftgen
 import test_cli
-from swiftgen.cache import BLOCK_TOKENS
-from swiftgen.cli import main
-from swiftgen.document import LOCK_NAME, STEPS_NAME, TOKENS_NAME, Document, read_tokens, run_folder
+from swiftgen.cli.app import main
+from swiftgen.commands.signals import StopRequested, StopSignals
+from swiftgen.decoding.sampling import Sampler
+from swiftgen.display.panel import LinePrinter, LivePanel, RunInfo
+from swiftgen.document.document import LOCK_NAME, STEPS_NAME, TOKENS_NAME, Document, read_tokens, run_folder
+from swiftgen.document.locks import lock_run
+from swiftgen.document.manifest import MANIFEST_NAME, read_manifest, write_manifest
+from swiftgen.document.recorded import check_log, read_run
 from swiftgen.engine import Engine
-from swiftgen.errors import SwiftgenError
-from swiftgen.locks import lock_run
-from swiftgen.manifest import MANIFEST_NAME, read_manifest, write_manifest
-from swiftgen.metrics import RunMetrics
-from swiftgen.panel import LinePrinter, LivePanel, RunInfo
-from swiftgen.presets import Preset, load_preset
-from swiftgen.runs import check_log, read_run
-from swiftgen.sampling import Sampler
-from swiftgen.stopping import StopRequested, StopSignals
-from swiftgen.target import Target
-from swiftgen.text import TextStream
+from swiftgen.figures.metrics import RunMetrics
+from swiftgen.forward.cache import BLOCK_TOKENS
+from swiftgen.forward.target import Target
+from swiftgen.settings.presets import Preset, load_preset
+from swiftgen.system.errors import SwiftgenError
+from swiftgen.text.stream import TextStream
 from test_document import FailingFile, manifest, step
 from test_engine import PROMPT, cache, preset_file  # noqa: F401 (fixtures)
 from test_panel import frame, terminal
@@ -678,7 +678,7 @@ def test_a_signal_while_reading_what_is_written(
 def test_a_dead_owner_leaves_no_lock(tmp_path: Path) -> None:
     code = f"""
 import os, pathlib
-from swiftgen.locks import lock_run
+from swiftgen.document.locks import lock_run
 lock = lock_run(pathlib.Path({str(tmp_path)!r}), pathlib.Path("book.txt"))
 print("locked", flush=True)
 input()
@@ -712,7 +712,7 @@ def test_a_full_disk_stops_the_run_and_it_goes_on(
 ) -> None:
     path = tmp_path / "book.txt"
     with monkeypatch.context() as patch:
-        patch.setattr("swiftgen.storage.FileIO", FailingFile)
+        patch.setattr("swiftgen.system.storage.FileIO", FailingFile)
         patch.setattr(FailingFile, "room", 1_001)
         result = call(*write_command(preset_file, path), "-q")
     assert result.code == 1

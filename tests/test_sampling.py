@@ -19,11 +19,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from swiftgen import sampling
-from swiftgen.native import kernels_for
-from swiftgen.presets import SamplerSettings
-from swiftgen.sampling import NEG_INF, History, Sampler, keyed_gumbel, penalise
-from swiftgen.tree import DraftTree
+from swiftgen.decoding import sampling
+from swiftgen.decoding.sampling import NEG_INF, History, Sampler, keyed_gumbel, penalise
+from swiftgen.forward.tree import DraftTree
+from swiftgen.native.build import kernels_for
+from swiftgen.settings.presets import SamplerSettings
 from tiny import sampler
 
 VOCAB_SIZE = 60

@@ -9,7 +9,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-from swiftgen.sources import ResolvedSource
+from swiftgen.models.sources import ResolvedSource
 from weights import GGUF_BYTES, failure, resolve, sha256
 
 

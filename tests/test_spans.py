@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 import fakes
-from swiftgen import spans
-from swiftgen.attention import cpu_prefix, prefix_kernel
-from swiftgen.cache import CacheShape
-from swiftgen.errors import SwiftgenError
-from swiftgen.spans import SPAN_TOKENS, SpanPrefix, best_prefix, plain_spans, span_lengths
+from swiftgen.forward import spans
+from swiftgen.forward.attention import cpu_prefix, prefix_kernel
+from swiftgen.forward.cache import CacheShape
+from swiftgen.forward.spans import SPAN_TOKENS, SpanPrefix, best_prefix, plain_spans, span_lengths
+from swiftgen.system.errors import SwiftgenError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 NUM_KV_HEADS, NUM_ROWS, HEAD_DIM, SCALE = 2, 12, 16, 0.3

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from swiftgen.cli import main
-from swiftgen.document import STEPS_NAME, TOKENS_NAME, Document, run_folder
-from swiftgen.errors import SwiftgenError
-from swiftgen.heads_files import WEIGHTS_FILE
-from swiftgen.locks import LOCK_NAME
-from swiftgen.manifest import MANIFEST_NAME
-from swiftgen.presets import load_preset
-from swiftgen.storage import expand_user
+from swiftgen.cli.app import main
+from swiftgen.document.document import STEPS_NAME, TOKENS_NAME, Document, run_folder
+from swiftgen.document.locks import LOCK_NAME
+from swiftgen.document.manifest import MANIFEST_NAME
+from swiftgen.heads.files import WEIGHTS_FILE
+from swiftgen.settings.presets import load_preset
+from swiftgen.system.errors import SwiftgenError
+from swiftgen.system.storage import expand_user
 from test_cli import FakeLoad, Outcome
 from test_document import PROMPT, manifest
 from test_models import tiny_model, tiny_tokenizer
@@ -136,7 +136,7 @@ def test_in_place_of_a_prompt_or_preset(kind: str, tmp_path: Path, refused: Call
 
 def test_a_pipe_of_the_shell_is_a_prompt(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """As `--prompt-file <(command)` hands it over."""
-    from swiftgen.prompts import read_prompt
+    from swiftgen.commands.prompts import read_prompt
 
     reader, writer = os.pipe()
     thread = threading.Thread(target=lambda: (os.write(writer, b"Hello"), os.close(writer)))
@@ -148,8 +148,8 @@ def test_a_pipe_of_the_shell_is_a_prompt(tmp_path: Path, capfd: pytest.CaptureFi
 
 @pytest.mark.parametrize("name", ["~nobody-here/x", "~nobody-here\0/x", "\0", "~\0"])
 def test_the_home_of_nobody_is_a_name_like_others(name: str, tmp_path: Path) -> None:
-    from swiftgen.heads_files import load_heads
-    from swiftgen.models import open_model
+    from swiftgen.heads.files import load_heads
+    from swiftgen.models.loading import open_model
     from swiftgen.training.texts import read_documents
 
     assert str(expand_user(name)) == name

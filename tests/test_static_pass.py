@@ -10,15 +10,15 @@ import pytest
 import torch
 
 import fakes
-from swiftgen import cache as caches
-from swiftgen import spans, static_pass
-from swiftgen.cache import BLOCK_TOKENS, FullCache
-from swiftgen.drafters.base import Committed
-from swiftgen.exactness import choose_pass_sizes
-from swiftgen.planner import Planner
-from swiftgen.sampling import History
-from swiftgen.target import Target
-from swiftgen.tree import DraftTree
+from swiftgen.decoding.drafters.base import Committed
+from swiftgen.decoding.planner import Planner
+from swiftgen.decoding.sampling import History
+from swiftgen.forward import cache as caches
+from swiftgen.forward import spans, static_pass
+from swiftgen.forward.cache import BLOCK_TOKENS, FullCache
+from swiftgen.forward.exactness import choose_pass_sizes
+from swiftgen.forward.target import Target
+from swiftgen.forward.tree import DraftTree
 from tiny import VOCAB_SIZE, ar_planner, new_cache, random_tree, run, sampler, shuffled, tiny_model
 
 SPAN = BLOCK_TOKENS

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from swiftgen.document import Document, read_tokens, run_folder
-from swiftgen.errors import SwiftgenError
-from swiftgen.text import TextStream
+from swiftgen.document.document import Document, read_tokens, run_folder
+from swiftgen.system.errors import SwiftgenError
+from swiftgen.text.stream import TextStream
 from test_document import manifest, step
 
 SAMPLE = "Zoë wrote: 日本語の本 👩‍👩‍👧‍👦 ﷽ naïve – \u202eabc\u202c x\u0301\r\n\tend \x00\ufffd"

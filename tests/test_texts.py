@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from swiftgen.errors import SwiftgenError
+from swiftgen.system.errors import SwiftgenError
 from swiftgen.training.texts import Texts, load_texts, read_documents, save_texts, tokenise
 
 

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 import swiftgen
-from swiftgen.cli import main
-from swiftgen.heads_files import WEIGHTS_FILE, HeadsInfo, load_heads, save_heads
+from swiftgen.cli.app import main
+from swiftgen.heads.files import WEIGHTS_FILE, HeadsInfo, load_heads, save_heads
 from swiftgen.training import session
 from swiftgen.training.trainer import Trainer
 from test_engine import cache, preset_file  # noqa: F401  (fixtures)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, log_softmax
 
-from swiftgen.errors import SwiftgenError
-from swiftgen.heads import DraftHeads, chain_states, new_heads
+from swiftgen.heads.modules import DraftHeads, chain_states, new_heads
+from swiftgen.system.errors import SwiftgenError
 from swiftgen.training import objective as objective_module
 from swiftgen.training.base import FrozenBase
 from swiftgen.training.judge import _replay, hindsight_noise, judge, widths_for

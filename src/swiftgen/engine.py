@@ -15,35 +15,31 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from swiftgen import ranks
-from swiftgen.alphabets import foreign_tokens
-from swiftgen.architectures import head_dim
-from swiftgen.attention import prefix_kernel
-from swiftgen.cache import BLOCK_TOKENS, FullCache
-from swiftgen.conformance import checked_target
-from swiftgen.crowding import use_allowed_cores, watch_cores
-from swiftgen.decode import StepEvent, decode
-from swiftgen.devices import memory_errors
-from swiftgen.drafters.heads import ReadyHeads
-from swiftgen.errors import SwiftgenError
-from swiftgen.exactness import Exactness, known_exactness
-from swiftgen.heads import DraftHeads
-from swiftgen.heads_files import check_heads, load_heads
-from swiftgen.models import (
-    LoadedModel,
-    check_length,
-    check_memory,
-    load_weights,
-    open_model,
-    planned_config,
-)
-from swiftgen.native import Kernels, kernels_for
-from swiftgen.plans import max_tree_rows, new_planner, run_memory
-from swiftgen.presets import Preset, load_preset
-from swiftgen.replay import Mismatch, replay
-from swiftgen.sampling import Sampler
-from swiftgen.target import Target
-from swiftgen.text import TextStream
+from swiftgen.decoding.decode import StepEvent, decode
+from swiftgen.decoding.drafters.heads import ReadyHeads
+from swiftgen.decoding.plans import max_tree_rows, new_planner, run_memory
+from swiftgen.decoding.replay import Mismatch, replay
+from swiftgen.decoding.sampling import Sampler
+from swiftgen.forward.attention import prefix_kernel
+from swiftgen.forward.cache import BLOCK_TOKENS, FullCache
+from swiftgen.forward.conformance import checked_target
+from swiftgen.forward.exactness import Exactness, known_exactness
+from swiftgen.forward.memory import check_length, check_memory
+from swiftgen.forward.target import Target
+from swiftgen.heads.files import check_heads, load_heads
+from swiftgen.heads.modules import DraftHeads
+from swiftgen.models.architectures import head_dim
+from swiftgen.models.loading import LoadedModel, load_weights, open_model
+from swiftgen.models.positions import planned_config
+from swiftgen.native.build import kernels_for
+from swiftgen.native.kernels import Kernels
+from swiftgen.settings.presets import Preset, load_preset
+from swiftgen.system import ranks
+from swiftgen.system.crowding import use_allowed_cores, watch_cores
+from swiftgen.system.devices import memory_errors
+from swiftgen.system.errors import SwiftgenError
+from swiftgen.text.alphabets import foreign_tokens
+from swiftgen.text.stream import TextStream
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

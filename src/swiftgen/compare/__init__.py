@@ -1,1 +1,4 @@
-"""Comparing ways to write the same document: contenders, measurement, results, report."""
+"""`swiftgen compare`: ways to write side by side, in turns, and the report of their speed and text.
+
+May import `commands` and everything below; a stranger to `doctor`.
+"""

@@ -15,6 +15,10 @@ import torch
 from tqdm import tqdm
 
 import swiftgen
+from swiftgen.commands.job import EXIT_INTERRUPTED
+from swiftgen.commands.prompts import read_prompt
+from swiftgen.commands.stdout import write_stdout
+from swiftgen.commands.write import MAX_SEED
 from swiftgen.compare.contenders import AR, OWN_WAYS, SUBJECT, Contender, own_run
 from swiftgen.compare.foreign import hf_runs, llama_cpp_run, vllm_run
 from swiftgen.compare.measure import Run, run_in_turns
@@ -22,14 +26,11 @@ from swiftgen.compare.report import CSV_NAME, HTML_NAME, JSON_NAME, write_report
 from swiftgen.compare.results import Comparison, standings_of, to_json
 from swiftgen.compare.sweep import Sweep, parse_sweep
 from swiftgen.compare.tables import describe
+from swiftgen.document.manifest import installed_versions, now_utc
 from swiftgen.engine import Engine
-from swiftgen.errors import SwiftgenError, first_line
-from swiftgen.manifest import installed_versions, now_utc
-from swiftgen.presets import load_preset
-from swiftgen.prompts import read_prompt
-from swiftgen.redaction import redacted
-from swiftgen.stdout import write_stdout
-from swiftgen.write import EXIT_INTERRUPTED, MAX_SEED
+from swiftgen.settings.presets import load_preset
+from swiftgen.system.errors import SwiftgenError, first_line
+from swiftgen.system.redaction import redacted
 
 _FOREIGN = {
     "hf": "Hugging Face transformers, generate",

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from swiftgen.decode import StepEvent
+from swiftgen.decoding.decode import StepEvent
 from swiftgen.engine import Engine
-from swiftgen.presets import Preset
+from swiftgen.settings.presets import Preset
 
 OnEvent = Callable[[StepEvent], object]
 Run = Callable[[Sequence[int], int, int, OnEvent], None]

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from swiftgen.compare.contenders import OnEvent, Run
-from swiftgen.decode import StepEvent
+from swiftgen.decoding.decode import StepEvent
 from swiftgen.engine import Engine
-from swiftgen.errors import SwiftgenError
-from swiftgen.models import load_weights
-from swiftgen.sources import resolve_source
+from swiftgen.models.loading import load_weights
+from swiftgen.models.sources import resolve_source
+from swiftgen.system.errors import SwiftgenError
 
 LOOKUP_TOKENS = 10  # transformers' own documentation suggests it
 _NO_WINDOW = "its penalty sees the whole context, not the last {W:,} tokens"

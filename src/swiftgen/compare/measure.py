@@ -14,9 +14,9 @@ import psutil
 import torch
 
 from swiftgen.compare.contenders import Contender
-from swiftgen.decode import StepEvent
-from swiftgen.errors import SwiftgenError
-from swiftgen.metrics import MetricsSnapshot, RunMetrics
+from swiftgen.decoding.decode import StepEvent
+from swiftgen.figures.metrics import MetricsSnapshot, RunMetrics
+from swiftgen.system.errors import SwiftgenError
 
 NUM_MARKS = 20
 WARM_UP_TOKENS = 32

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from swiftgen.compare.results import Comparison, Row, Spread, Standing
-from swiftgen.errors import SwiftgenError
+from swiftgen.system.errors import SwiftgenError
 
 # Okabe and Ito's colours, which colour-blind readers tell apart.
 _COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6D31")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from swiftgen.compare.results import Comparison, to_csv, to_json
 from swiftgen.compare.tables import end_table, length_table, notes_of
-from swiftgen.storage import replace_file
+from swiftgen.system.storage import replace_file
 
 JSON_NAME, CSV_NAME, HTML_NAME = "compare.json", "compare.csv", "report.html"
 
@@ -22,7 +22,7 @@ def write_report(comparison: Comparison, folder: Path) -> str:
         OSError: the folder cannot be written.
     """
     from swiftgen.compare.plots import draw_plots
-    from swiftgen.errors import SwiftgenError
+    from swiftgen.system.errors import SwiftgenError
 
     _write(folder / JSON_NAME, json.dumps(to_json(comparison), indent=1) + "\n")
     _write(folder / CSV_NAME, to_csv(comparison))

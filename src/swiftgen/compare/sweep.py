@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from swiftgen.errors import SwiftgenError
-from swiftgen.preset_files import YamlError, parse_scalar
-from swiftgen.presets import check_setting
+from swiftgen.settings.files import YamlError, parse_scalar
+from swiftgen.settings.presets import check_setting
+from swiftgen.system.errors import SwiftgenError
 
 PROMPT = "prompt"
 _NAMES = {"budget": "kv_budget", "temperature": "sampler.temperature"}

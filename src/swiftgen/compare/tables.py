@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from swiftgen.compare.results import Comparison, Row, Standing
-from swiftgen.wording import size
+from swiftgen.display.wording import size
 
 _NONE = "–"
 NUM_LENGTHS = 5

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from swiftgen.architectures import logits_rule
+from swiftgen.models.architectures import logits_rule
 
 
 class FrozenBase:

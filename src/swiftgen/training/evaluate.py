@@ -12,9 +12,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from swiftgen.engine import Engine, load
-from swiftgen.heads import DraftHeads
-from swiftgen.heads_files import check_heads, load_heads
-from swiftgen.models import load_weights
+from swiftgen.heads.files import check_heads, load_heads
+from swiftgen.heads.modules import DraftHeads
+from swiftgen.models.loading import load_weights
 from swiftgen.training.base import FrozenBase
 from swiftgen.training.judge import Judgement, judge, widths_for
 from swiftgen.training.report import describe

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from swiftgen.heads import DraftHeads
-from swiftgen.sampling import NEG_INF, Sampler
+from swiftgen.decoding.sampling import NEG_INF, Sampler
+from swiftgen.heads.modules import DraftHeads
 from swiftgen.training.base import FrozenBase
 from swiftgen.training.objective import HeadsObjective, Positions, positions_of
 from swiftgen.training.states import StateStore

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from swiftgen.heads import DraftHeads, chain_states
+from swiftgen.heads.modules import DraftHeads, chain_states
 from swiftgen.training.base import FrozenBase
 
 CHUNK_ROWS = 1024

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
-from swiftgen.devices import used_bytes
+from swiftgen.display.wording import duration
 from swiftgen.engine import Engine
+from swiftgen.system.devices import used_bytes
 from swiftgen.training.base import FrozenBase
 from swiftgen.training.request import SELF, TrainRequest, read_texts, self_prompts, untrained_heads
 from swiftgen.training.selfwrite import BatchWriter
 from swiftgen.training.states import StateStore
 from swiftgen.training.texts import PG19, Texts
 from swiftgen.training.trainer import Trainer
-from swiftgen.wording import duration
 
 _SAMPLE_TOKENS = 64
 _SAMPLE_STEPS = 2

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from swiftgen.storage import replace_file
+from swiftgen.system.storage import replace_file
 from swiftgen.training.judge import TOP, Judgement
 from swiftgen.training.trainer import StepReport
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from swiftgen.engine import Engine
-from swiftgen.heads import DraftHeads, new_heads
+from swiftgen.heads.modules import DraftHeads, new_heads
 from swiftgen.training.base import FrozenBase
 from swiftgen.training.selfwrite import openings
 from swiftgen.training.texts import PG19, TEXTS_FILE, Texts, load_texts, read_documents, tokenise

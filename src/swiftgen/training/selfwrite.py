@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from swiftgen.architectures import head_dim, layer_windows
-from swiftgen.sampling import Sampler
+from swiftgen.decoding.sampling import Sampler
+from swiftgen.models.architectures import head_dim, layer_windows
 from swiftgen.training.base import FrozenBase
 from swiftgen.training.states import StateStore, mapped
 from swiftgen.training.texts import Texts

@@ -22,9 +22,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from swiftgen.engine import Engine, load
-from swiftgen.errors import SwiftgenError
-from swiftgen.heads_files import HeadsInfo, save_heads
-from swiftgen.models import load_weights
+from swiftgen.heads.files import HeadsInfo, save_heads
+from swiftgen.models.loading import load_weights
+from swiftgen.system.errors import SwiftgenError
 from swiftgen.training.base import FrozenBase
 from swiftgen.training.evaluate import judge_for
 from swiftgen.training.plan import describe_plan, make_plan

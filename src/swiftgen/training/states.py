@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from swiftgen.errors import SwiftgenError
+from swiftgen.system.errors import SwiftgenError
 from swiftgen.training.base import FrozenBase
 from swiftgen.training.texts import Texts
 

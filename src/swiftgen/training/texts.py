@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from swiftgen.errors import SwiftgenError, first_line
-from swiftgen.storage import expand_user, replace_file
+from swiftgen.system.errors import SwiftgenError, first_line
+from swiftgen.system.storage import expand_user, replace_file
 
 PG19 = "pg19"
 PG19_SOURCE = "emozilla/pg19"  # the set of DeepMind's repository as parquet, which needs no code of its own

@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from swiftgen.errors import SwiftgenError
-from swiftgen.heads import DraftHeads
-from swiftgen.storage import replace_file
+from swiftgen.heads.modules import DraftHeads
+from swiftgen.system.errors import SwiftgenError
+from swiftgen.system.storage import replace_file
 from swiftgen.training.base import FrozenBase
 from swiftgen.training.objective import HeadsObjective, Positions, positions_of
 from swiftgen.training.states import StateStore

@@ -1,0 +1,1 @@
+"""One drafter a file; `base` says what a drafter is."""

@@ -1,0 +1,221 @@
+"""Drafts by the heads, level by level, each branch conditioned on its own tokens.
+
+Straight from the verify pass: the hidden state of the last accepted token is there already, so no draft
+pass is needed. After a draft pass (see `self_draft`), from the state that pass has made.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from swiftgen.decoding.drafters.base import Committed, Pace
+from swiftgen.decoding.sampling import History, Sampler
+from swiftgen.forward.linear import MakeLinear, QuantisedLinear, linear_maker, replace_linears
+from swiftgen.forward.target import Target
+from swiftgen.forward.tree import DraftTree
+from swiftgen.heads.modules import DraftHeads, RecurrentHeads
+from swiftgen.models.gguf_weights import BLOCK, GROUP, QuantisedWeight, attach
+from swiftgen.models.tensor_parallel import whole
+from swiftgen.native.kernels import Kernels
+from swiftgen.native.structs import Cell
+from swiftgen.system.devices import send
+from swiftgen.system.ranks import of_leader
+
+SOURCE = "heads"
+_MEMORY = 0.05  # weight of the newest level in the estimates of time and yield
+_BIAS, _SLOPE = -1.5, 0.4
+
+
+def calibrated(share: float) -> float:
+    """How likely a draft of heads is right that has this share among their candidates, noise included.
+
+    Measured in decoding, at every depth: with a share of 0.1 they are right once in ten times, with 0.5 three
+    times, with 0.99 six times. The planner's estimates begin here.
+    """
+    share = min(max(share, 1e-3), 1 - 1e-3)
+    return 1 / (1 + math.exp(-_BIAS - _SLOPE * math.log(share / (1 - share))))
+
+
+class ReadyHeads:
+    """Heads with the parts of the target they share, ready to draft.
+
+    Args:
+        heads: Of the target; moved to its device and dtype.
+        embedding, lm_head: The target's own.
+        kernels: With them the heads are computed in 8 bits: drafts need not be exact, but quick.
+    """
+
+    def __init__(
+        self,
+        heads: DraftHeads,
+        embedding: nn.Embedding,
+        lm_head: nn.Linear,
+        kernels: Kernels | None = None,
+    ) -> None:
+        weight = lm_head.weight
+        self.heads = heads.to(weight.device, weight.dtype).requires_grad_(False)
+        self.num_heads, self.vocabulary = heads.num_heads, heads.vocabulary
+        self._embedding = embedding
+        self._lm_head: nn.Module | None = None
+        make = _quick_linear_maker(weight.device, weight.dtype, kernels)
+        if self.vocabulary is not None:
+            self._lm_head = make(_rows_of(lm_head, self.vocabulary))
+        replace_linears(self.heads, make)
+        self._kernels, self._cell = kernels, self._native_cell()
+
+    def _native_cell(self) -> Cell | None:
+        """For the kernels, if all of it is what they know."""
+        heads, embedding, lm_head = self.heads, self._embedding, self._lm_head
+        if not isinstance(heads, RecurrentHeads) or type(embedding) is not nn.Embedding:
+            return None
+        if type(embedding.weight) is not nn.Parameter:  # it is spread over ranks
+            return None
+        linears = [heads.gate_up, heads.down, lm_head]
+        products = [linear.multiplication for linear in linears if isinstance(linear, QuantisedLinear)]
+        if len(products) < len(linears):
+            return None
+        norms = [norm.weight for norm in (heads.state_norm, heads.token_norm, heads.post_norm)]
+        return Cell(norms, heads.eps, embedding.weight, *products)
+
+    def step(
+        self, states: Tensor, token_ids: Sequence[int], depth: int, target: Target
+    ) -> tuple[Tensor, Tensor]:
+        """States one position on, `[N, hidden]`, and the float32 logits there, `[N, vocab]`.
+
+        With a draft vocabulary the logits are over its tokens and one column for all others.
+        """
+        ids = send(torch.tensor(token_ids), states.device)
+        if self._kernels and self._cell and self.vocabulary is not None:
+            states, logits = self._kernels.advance(self._cell, states, ids, len(self.vocabulary) + 1)
+            return states, target.finish_logits(logits)
+        states = self.heads.advance(states, self._embedding(ids), depth)
+        outputs = self.heads.output(states, depth)
+        if self._lm_head is None or self.vocabulary is None:
+            return states, target.unembed(outputs)
+        logits = self._lm_head(outputs)[:, : len(self.vocabulary) + 1]
+        return states, target.finish_logits(logits.float())
+
+    def sampler(self, sampler: Sampler, vocab_size: int) -> Sampler:
+        """The sampler that ranks what `step` gives."""
+        return sampler if self.vocabulary is None else sampler.restricted_to(self.vocabulary, vocab_size)
+
+
+class HeadsDrafter:
+    """Grows a tree with the heads.
+
+    Args:
+        widths: Children below each node, level by level; levels beyond the heads are left out.
+        beam: Nodes of a level that get children, the likeliest first; None is all of them.
+        floor: Nodes less likely than this to be accepted with their path get none.
+        pace: Another level is made while it promises more tokens than its time, and that of a row to
+            verify, is worth; None makes all.
+    """
+
+    num_passes = 0
+
+    def __init__(
+        self,
+        target: Target,
+        sampler: Sampler,
+        heads: ReadyHeads,
+        widths: Sequence[int],
+        beam: int | None,
+        floor: float = 0.0,
+        pace: Pace | None = None,
+    ) -> None:
+        self._target = target
+        self._heads = heads
+        self._sampler = heads.sampler(sampler, target.config.vocab_size)
+        self._widths = list(widths)[: heads.num_heads]
+        self._beam = beam
+        self._floor = floor
+        self._pace = pace
+        self._level_s = 0.0
+        self._yield = 1.0  # what a level promises, of what its parents did
+        self._state: Tensor | None = None
+
+    @torch.inference_mode()
+    def propose(self, tree: DraftTree, history: History) -> None:
+        """Draft from the state of the last verify pass."""
+        if self._state is not None:
+            self.grow(tree, history, [0], self._state)
+
+    def observe(self, committed: Committed) -> None:
+        """Keep the state of the last token in the cache."""
+        self._state = committed.state
+
+    def grow(
+        self, tree: DraftTree, history: History, nodes: list[int], state: Tensor, chance: float = 1.0
+    ) -> None:
+        """Add levels below `nodes`, which are children of one node or that node itself.
+
+        Args:
+            state: Hidden state of the target at the position before them, `[hidden]`.
+            chance: Of their parent to be accepted.
+        """
+        states = state.expand(len(nodes), -1)
+        joint = [chance * tree.chances[node] for node in nodes]
+        for depth, width in enumerate(self._widths, start=1):
+            if not nodes or tree.depths[nodes[0]] >= tree.max_depth:
+                return
+            parents = sum(joint)
+            if depth > 1 and not self._is_worth_a_level(parents):  # whether to draft at all is the planner's
+                return
+            begin_s = time.perf_counter()
+            states, logits = self._heads.step(states, [tree.tokens[n] for n in nodes], depth, self._target)
+            position = len(history) + tree.depths[nodes[0]]
+            windows = history.windows(tree, self._sampler.W, nodes)
+            ranked = self._sampler.rank(logits, torch.full((len(nodes),), position), windows, width)
+            children = [
+                (joint[row] * tree.chances[child], row, child)
+                for row, candidates in enumerate(ranked)
+                for token, confidence in candidates
+                if (child := tree.add(nodes[row], token, SOURCE, calibrated(confidence))) is not None
+            ]
+            children = [child for child in sorted(children, reverse=True) if child[0] >= self._floor]
+            children = children[: self._beam]
+            joint = [chance for chance, _, _ in children]
+            self._learn(of_leader(time.perf_counter() - begin_s), min(1.0, sum(joint) / parents))
+            rows = torch.tensor([row for _, row, _ in children], dtype=torch.int64)
+            states = states[send(rows, states.device)]
+            nodes = [child for _, _, child in children]
+
+    def _is_worth_a_level(self, promised: float) -> bool:
+        """Whether what a level promises below nodes that promise so many tokens is worth its time."""
+        if self._pace is None:
+            return True
+        price = self._pace.tokens_per_s * (self._level_s + self._pace.row_s)
+        return promised * self._yield >= price
+
+    def _learn(self, seconds: float, share: float) -> None:
+        memory = _MEMORY if self._level_s else 1.0
+        self._level_s += memory * (seconds - self._level_s)
+        self._yield += memory * (share - self._yield)
+
+
+def _quick_linear_maker(device: torch.device, dtype: torch.dtype, kernels: Kernels | None) -> MakeLinear:
+    make = linear_maker(device, dtype, kernels)
+
+    def make_quick(linear: nn.Linear) -> nn.Module:
+        if kernels and linear.in_features % BLOCK == 0:
+            attach(linear, QuantisedWeight.nearest(linear.weight))
+        return make(linear)
+
+    return make_quick
+
+
+def _rows_of(lm_head: nn.Linear, vocabulary: Tensor) -> nn.Linear:
+    """The lm_head for some tokens, then one column that stands for all others, then what fills a group."""
+    num_rows = -(-(len(vocabulary) + 1) // GROUP) * GROUP
+    rows = nn.Linear(lm_head.in_features, num_rows, bias=lm_head.bias is not None, device="meta")
+    fill = 0, num_rows - len(vocabulary)
+    rows.weight = nn.Parameter(pad(whole(lm_head.weight)[vocabulary], (0, 0, *fill)), requires_grad=False)
+    if lm_head.bias is not None:
+        rows.bias = nn.Parameter(pad(whole(lm_head.bias)[vocabulary], fill), requires_grad=False)
+    return rows

@@ -1,0 +1,252 @@
+"""Decoder layers with fewer operations, swapped into a loaded model.
+
+At a few rows a pass spends more time starting operations than computing. A fused layer does what the
+model's own does with one matrix product for q, k and v, one for gate and up, and three operations for
+RoPE. The model's classes stay as they are; only loaded modules are replaced, and only where their class is
+known to compute this, with the parts expected here (Llama, Mistral, Qwen2, Qwen3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm
+
+from swiftgen.forward.attention import TreePass, attend
+from swiftgen.forward.linear import MakeLinear, QuantisedLinear, is_plain
+from swiftgen.models.gguf_weights import QuantisedWeight, attach, quantised_of
+from swiftgen.native.kernels import Kernels
+from swiftgen.native.structs import DecoderLayer, Heads
+
+_PLAIN_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+"""Classes whose `forward` is the plain one: others have the same parts and scale a sum, or leave RoPE out."""
+_PARTS = {
+    "": {"input_layernorm", "post_attention_layernorm", "self_attn", "mlp"},
+    "self_attn": {"q_proj", "k_proj", "v_proj", "o_proj"},
+    "mlp": {"gate_proj", "up_proj", "down_proj", "act_fn"},
+}
+_OPTIONAL = {"q_norm", "k_norm"}
+
+
+class SignedRotary(nn.Module):
+    """A model's rotary embedding, with the sign of "rotate half" moved into the sine.
+
+    `rotate_half(x) * sin` equals `roll(x, D / 2) * signed_sin`.
+
+    Args:
+        dtype: Of the result; None is that of the model.
+    """
+
+    def __init__(self, rotary: nn.Module, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self._rotary, self._dtype = rotary, dtype
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and signed sine of one sequence, `[T, 1, D]` each."""
+        cos, sin = self._rotary(x, position_ids=position_ids)
+        cos, sin = cos.to(self._dtype or cos.dtype), sin.to(self._dtype or sin.dtype)
+        half = sin.shape[-1] // 2
+        return cos[0].unsqueeze(1), torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1).unsqueeze(1)
+
+
+class FusedLayer(nn.Module):
+    """One pre-norm decoder layer with grouped-query attention and a gated MLP.
+
+    Args:
+        layer: The model's own layer; its weights are used, the layer itself is not.
+        index: Its number.
+        head_dim: Width of an attention head.
+        make_linear: Turns a plain linear layer into the kind to compute with.
+    """
+
+    def __init__(self, layer: Any, index: int, head_dim: int, make_linear: MakeLinear) -> None:
+        super().__init__()
+        attention, mlp = layer.self_attn, layer.mlp
+        self._index = index
+        self._head_dim = head_dim
+        self._num_heads = attention.q_proj.out_features // head_dim
+        self._num_kv_heads = attention.k_proj.out_features // head_dim
+        self._scaling: float = attention.scaling
+        self.input_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
+        self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        self.qkv = make_linear(_joined([attention.q_proj, attention.k_proj, attention.v_proj]))
+        self.out = make_linear(attention.o_proj)
+        self.gate_up = make_linear(_joined([mlp.gate_proj, mlp.up_proj]))
+        self.act, self.down = mlp.act_fn, make_linear(mlp.down_proj)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        tree_pass: TreePass,
+        **unused: Any,
+    ) -> Tensor:
+        """`[1, T, hidden]` -> `[1, T, hidden]`."""
+        attended = self._attention(_normed(self.input_norm, hidden_states), position_embeddings, tree_pass)
+        hidden_states = hidden_states + attended
+        gate, up = self.gate_up(_normed(self.mlp_norm, hidden_states)).chunk(2, dim=-1)
+        mlp: Tensor = self.down(self.act(gate) * up)
+        return hidden_states + mlp
+
+    def _attention(self, x: Tensor, rotary: tuple[Tensor, Tensor], tree_pass: TreePass) -> Tensor:
+        num_rows, num_qk = x.shape[1], self._num_heads + self._num_kv_heads
+        qkv = self.qkv(x).view(num_rows, -1, self._head_dim)
+        qk, v = qkv[:, :num_qk], qkv[:, num_qk:]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = qk[:, : self._num_heads], qk[:, self._num_heads :]
+            qk = torch.cat([_normed(self.q_norm, q), _normed(self.k_norm, k)], dim=1)
+        cos, signed_sin = rotary
+        qk = torch.addcmul(qk * cos, qk.roll(self._head_dim // 2, dims=-1), signed_sin)
+        q, k = qk[:, : self._num_heads], qk[:, self._num_heads :]
+        attended = attend(
+            self._index,
+            q.transpose(0, 1).reshape(self._num_kv_heads, -1, self._head_dim),
+            k.transpose(0, 1),
+            v.transpose(0, 1),
+            self._scaling,
+            tree_pass,
+        )  # [H, T, D]
+        out: Tensor = self.out(attended.transpose(0, 1).reshape(1, num_rows, -1))
+        return out
+
+
+class NativeLayer(FusedLayer):
+    """The same with the native CPU kernels; its MLP is gated by SiLU."""
+
+    def __init__(
+        self, layer: Any, index: int, head_dim: int, make_linear: MakeLinear, kernels: Kernels
+    ) -> None:
+        super().__init__(layer, index, head_dim, make_linear)
+        self._kernels = kernels
+        norms = None
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.variance_epsilon
+        self.heads = Heads(self._scaling, norms)
+
+    @property
+    def linears(self) -> tuple[Any, ...]:
+        """Its matrix products, in the order of computing."""
+        return self.qkv, self.out, self.gate_up, self.down
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether the native kernels do its matrix products too."""
+        return all(isinstance(linear, QuantisedLinear) for linear in self.linears)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        tree_pass: Any,
+        **unused: Any,
+    ) -> Tensor:
+        """`[1, T, hidden]` -> `[1, T, hidden]`; `tree_pass` is a `NativePass`."""
+        kernels, norm, mlp_norm = self._kernels, self.input_norm, self.mlp_norm
+        qkv = self.qkv(kernels.rms_norm(hidden_states, norm.weight, norm.variance_epsilon))
+        attended = tree_pass.attend(self._index, qkv, position_embeddings, self.heads)
+        hidden_states, normed = kernels.add_rms_norm(
+            hidden_states, self.out(attended), mlp_norm.weight, mlp_norm.variance_epsilon
+        )
+        return hidden_states + self.down(kernels.silu_mul(self.gate_up(normed)))  # type: ignore[no-any-return]
+
+
+class NativeStack(nn.Module):
+    """All layers of a model in one native call; takes their place as if it were a single layer."""
+
+    def __init__(self, layers: Sequence[NativeLayer]) -> None:
+        super().__init__()
+        self._layers = nn.ModuleList(layers)  # whose tensors the described ones point to
+        self._described = (DecoderLayer * len(layers))(*map(_described, layers))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        position_embeddings: tuple[Tensor, Tensor],
+        tree_pass: Any,
+        **unused: Any,
+    ) -> Tensor:
+        """`[1, T, hidden]` -> `[1, T, hidden]`; `tree_pass` is a `NativePass`."""
+        if tree_pass.has_all_layers:
+            hidden: Tensor = tree_pass.run_layers(self._described, hidden_states, position_embeddings)
+            return hidden
+        for layer in self._layers:
+            hidden_states = layer(hidden_states, position_embeddings=position_embeddings, tree_pass=tree_pass)
+        return hidden_states
+
+    @staticmethod
+    def fits(layers: Sequence[nn.Module]) -> bool:
+        """Whether the native call can do everything in these layers."""
+        return all(isinstance(layer, NativeLayer) and layer.is_quantised for layer in layers)
+
+
+def _described(layer: NativeLayer) -> DecoderLayer:
+    norm, mlp_norm = layer.input_norm, layer.mlp_norm
+    return DecoderLayer(
+        (norm.weight, norm.variance_epsilon),
+        (mlp_norm.weight, mlp_norm.variance_epsilon),
+        layer.heads,
+        *(linear.multiplication for linear in layer.linears),
+    )
+
+
+def fuse_layers(base: Any, head_dim: int, make_linear: MakeLinear, kernels: Kernels | None = None) -> bool:
+    """Replace all layers of a base model, or none if any has other parts than expected.
+
+    Args:
+        kernels: Used by layers whose activation they have.
+
+    Returns:
+        Whether they were replaced.
+    """
+    if not all(_fits(layer) for layer in base.layers):
+        return False
+    is_native = kernels is not None and all(_is_silu(layer.mlp.act_fn) for layer in base.layers)
+    for index, layer in enumerate(base.layers):
+        parts = layer, index, head_dim, make_linear
+        base.layers[index] = NativeLayer(*parts, kernels) if is_native and kernels else FusedLayer(*parts)
+    if NativeStack.fits(base.layers):
+        base.layers = nn.ModuleList([NativeStack(list(base.layers))])
+    base.rotary_emb = SignedRotary(base.rotary_emb, torch.float32 if is_native else None)
+    return True
+
+
+def _is_silu(act: nn.Module) -> bool:
+    x = torch.linspace(-3, 3, 7)
+    return torch.equal(act(x), torch.nn.functional.silu(x))
+
+
+def _fits(layer: nn.Module) -> bool:
+    if type(layer).__name__ not in _PLAIN_LAYERS:
+        return False
+    if not all(is_plain(module) for name, module in layer.named_modules() if name.endswith("_proj")):
+        return False
+    for name, parts in _PARTS.items():
+        found = {child for child, _ in layer.get_submodule(name).named_children()}
+        if not parts <= found <= parts | _OPTIONAL:
+            return False
+    return True
+
+
+def _normed(norm: Any, x: Tensor) -> Tensor:
+    """The model's RMSNorm as one call."""
+    return rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+
+def _joined(linears: Sequence[nn.Linear]) -> nn.Linear:
+    """One linear layer whose output is theirs side by side."""
+    shape = linears[0].in_features, sum(linear.out_features for linear in linears)
+    joined = nn.Linear(*shape, bias=linears[0].bias is not None, device="meta")
+    weights = [weight for linear in linears if (weight := quantised_of(linear))]
+    quantised = QuantisedWeight.joined(weights) if len(weights) == len(linears) else None
+    if quantised and QuantisedLinear.fits(quantised):
+        attach(joined, quantised)
+    joined.weight = nn.Parameter(torch.cat([linear.weight for linear in linears]), requires_grad=False)
+    if linears[0].bias is not None:
+        joined.bias = nn.Parameter(torch.cat([linear.bias for linear in linears]), requires_grad=False)
+    return joined

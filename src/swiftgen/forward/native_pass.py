@@ -1,0 +1,121 @@
+"""A pass by the native kernels."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from swiftgen.forward.attention import cpu_flash, cpu_prefix
+from swiftgen.forward.cache import CacheView
+from swiftgen.native.kernels import Kernels
+from swiftgen.native.structs import DecoderLayer, Heads, Pass, is_bf16
+
+
+class NativePass:
+    """One pass over T rows, see `attention.TreePass`.
+
+    Args:
+        view: What the rows attend to; gets their keys and values.
+        visible: Which row sees which, bool `[T, rows of the tree so far]`.
+        num_heads: Query heads.
+        is_prefill: The pass has to agree with no other but itself, so attention is left to PyTorch's flash
+            kernel where that is faster at many rows.
+
+    Attributes:
+        has_all_layers: Whether `run_layers` can be used.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        view: CacheView,
+        visible: Tensor,
+        num_heads: int,
+        is_prefill: bool = False,
+    ) -> None:
+        num_layers, num_kv_heads, num_tail, head_dim = view.tail_keys.shape
+        group, num_rows = num_heads // num_kv_heads, len(visible)
+        self._kernels, self._view = kernels, view
+        self._bias = torch.zeros(num_tail, kernels.padded_rows(group * num_rows))
+        own = self._bias[num_tail - visible.shape[1] :, : group * num_rows]
+        own.masked_fill_(~visible.T.repeat(1, group), float("-inf"))
+        shape = (num_layers, num_kv_heads, group, num_rows, head_dim)
+        self._queries = torch.empty(shape, dtype=view.tail_keys.dtype)
+        self._mask: Tensor | None = None
+        if is_prefill and not (kernels.has_pairs and view.tail_keys.dtype == torch.bfloat16):
+            mask = self._bias[:, : group * num_rows].T
+            self._mask = mask.to(view.tail_keys.dtype, memory_format=torch.contiguous_format)
+        self.has_all_layers = self._mask is None
+        self._described = Pass(
+            is_bf16=is_bf16(view.tail_keys),
+            num_threads=torch.get_num_threads(),
+            num_rows=num_rows,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            num_prefix=view.prefix_keys.shape[2],
+            num_tail=num_tail,
+            prefix_keys=view.prefix_keys.data_ptr(),
+            prefix_values=view.prefix_values.data_ptr(),
+            tail_keys=view.tail_keys.data_ptr(),
+            tail_values=view.tail_values.data_ptr(),
+            queries=self._queries.data_ptr(),
+            prefix_stride=view.prefix_keys.stride(1),
+            tail_stride=view.tail_keys.stride(1),
+            prefix_layer_stride=view.prefix_keys.stride(0),
+            tail_layer_stride=view.tail_keys.stride(0),
+            bias=self._bias.data_ptr(),
+        )
+        self._workspace = kernels.workspace(self._described)
+        self._described.workspace = self._workspace.data_ptr()
+
+    def attend(self, layer: int, qkv: Tensor, rotary: tuple[Tensor, Tensor], heads: Heads) -> Tensor:
+        """RoPE, write keys and values to the cache, attend.
+
+        Args:
+            layer: Its index.
+            qkv: `[1, T, (H + 2 Hkv) * D]`.
+            rotary: Cosine and signed sine, float32 `[T, 1, D]`.
+
+        Returns:
+            `[1, T, H * D]`.
+        """
+        described = self._described
+        described.cos, described.signed_sin = rotary[0].data_ptr(), rotary[1].data_ptr()
+        if self._mask is not None:
+            self._kernels.rotate(described, heads, layer, qkv)
+            return self._attend_by_flash(layer, heads.scaling, self._mask)
+        out = qkv.new_empty(1, qkv.shape[1], described.num_heads * described.head_dim)
+        self._kernels.attend(described, heads, layer, qkv, out)
+        return out
+
+    def _attend_by_flash(self, layer: int, scaling: float, mask: Tensor) -> Tensor:
+        view, queries = self._view, self._queries[layer]
+        q = queries.flatten(1, 2)  # [Hkv, G*T, D]
+        out, lse = cpu_flash(q, view.tail_keys[layer], view.tail_values[layer], scaling, mask)
+        if view.prefix_keys.shape[2]:
+            before, lse_before = cpu_prefix(q, view.prefix_keys[layer], view.prefix_values[layer], scaling)
+            weights = torch.softmax(torch.cat([lse, lse_before], dim=1), dim=1)
+            out = (torch.cat([out, before], dim=1) * weights.unsqueeze(-1)).sum(dim=1)
+        num_rows, head_dim = queries.shape[2:]
+        return out.to(q.dtype).reshape(-1, num_rows, head_dim).transpose(0, 1).reshape(1, num_rows, -1)
+
+    def run_layers(
+        self, layers: ctypes.Array[DecoderLayer], hidden: Tensor, rotary: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """All layers at once: hidden states `[1, T, hidden]` before them -> after them.
+
+        Args:
+            rotary: As in `attend`.
+        """
+        described = self._described
+        described.cos, described.signed_sin = rotary[0].data_ptr(), rotary[1].data_ptr()
+        hidden = hidden.clone()
+        self._kernels.run_layers(described, layers, hidden)
+        return hidden
+
+    def stacked_queries(self) -> Tensor:
+        """`[num_layers, Hkv, G, T, D]`."""
+        return self._queries

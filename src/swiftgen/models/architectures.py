@@ -1,0 +1,152 @@
+"""The model families swiftgen runs: unmodified transformers classes with causal attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from swiftgen.system.errors import SwiftgenError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PretrainedConfig, PreTrainedModel
+
+SUPPORTED = {
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+}
+"""Families whose tests compare them with transformers; others are compared when they are loaded."""
+_ADVICE = f"Supported are {', '.join(SUPPORTED)}."
+_NEEDED = (
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size"),
+    *("intermediate_size", "vocab_size", "max_position_embeddings"),
+)
+_SLIDING_THROUGHOUT = ("mistral", "mixtral", "phi3", "qwen3_moe")  # they do not look at `layer_types`
+_ATTENDING = ("full_attention", "sliding_attention")
+_GROWING_RULES = ("dynamic", "longrope")  # see `positions`
+_ROPE_RULES = ("default", "linear", "llama3", "yarn", *_GROWING_RULES)
+
+
+def check_family(family: object) -> None:
+    """Raise SwiftgenError unless transformers has a class of this `model_type` that writes text."""
+    if _class_name(family) is None:
+        raise SwiftgenError(f"the architecture {family!r} is not supported", _ADVICE)
+
+
+def check_supported(config: Any) -> None:
+    """Raise SwiftgenError unless swiftgen can run this architecture, or at least try it (see `conformance`).
+
+    Args:
+        config: a transformers config, or anything with its attributes.
+    """
+    family = getattr(config, "model_type", None)
+    check_family(family)
+    for kind in dict.fromkeys(getattr(config, "layer_types", None) or ()):
+        if kind not in _ATTENDING:
+            raise SwiftgenError(
+                f"this {family} model has layers of the type {kind!r}, which cannot take drafts back",
+                "Supported are layers whose attention sees all tokens, or a sliding window of them.",
+            )
+    if getattr(config, "use_bidirectional_attention", None):
+        raise SwiftgenError(f"this {family} model attends to later tokens, so it cannot write")
+    for rope in _rope_rules(config):
+        kind = rope.get("rope_type", "default")
+        if kind not in _ROPE_RULES or (kind in _GROWING_RULES and rope is not config.rope_parameters):
+            raise SwiftgenError(
+                f"{kind} positions are not supported in this {family} model",
+                f"Supported are {', '.join(_ROPE_RULES)}; the last two in all layers alike.",
+            )
+    if family not in SUPPORTED:
+        _check_can_be_tried(config)
+
+
+def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The transformers class of a supported config."""
+    import transformers
+
+    name = _class_name(config.model_type)
+    assert name is not None, "see check_supported"
+    found: type[PreTrainedModel] = getattr(transformers, name)
+    return found
+
+
+def head_dim(config: PretrainedConfig) -> int:
+    """Width of one attention head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def layer_windows(config: PretrainedConfig) -> tuple[int | None, ...]:
+    """The sliding window of each layer in tokens: a token sees the keys less than that many before it.
+
+    None where a layer sees all tokens, also because the model has no position beyond its window.
+    """
+    num_layers = int(config.num_hidden_layers)
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if window is None or window >= config.max_position_embeddings:
+        return (None,) * num_layers
+    if kinds is None or config.model_type in _SLIDING_THROUGHOUT:
+        return (int(window),) * num_layers
+    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds[:num_layers])
+
+
+def logits_rule(config: PretrainedConfig) -> Callable[[Tensor], Tensor]:
+    """What a family does to the logits behind its lm_head; by config, since only its `forward` knows it.
+
+    Gemma caps them (`final_logit_softcapping`), Granite divides them (`logits_scaling`), Cohere multiplies
+    them (`logit_scale`).
+    """
+    import torch
+
+    cap = getattr(config, "final_logit_softcapping", None)
+    divisor = getattr(config, "logits_scaling", None)
+    factor = getattr(config, "logit_scale", None)
+
+    def rule(logits: Tensor) -> Tensor:
+        if cap:
+            logits = cap * torch.tanh(logits / cap)
+        if divisor:
+            logits = logits / divisor
+        return logits * factor if factor else logits
+
+    return rule
+
+
+def _class_name(family: object) -> str | None:
+    """The class that writes text with this family, if transformers has one."""
+    if not isinstance(family, str):
+        return None
+    if family in SUPPORTED:
+        return SUPPORTED[family]
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family)
+    return name if isinstance(name, str) and name.endswith("ForCausalLM") else None
+
+
+def _check_can_be_tried(config: Any) -> None:
+    """Refuses what can be seen to fail before the weights are loaded."""
+    family, found = config.model_type, model_class(config)
+    if getattr(found, "_is_stateful", False):
+        raise SwiftgenError(f"{family} models keep a state that cannot take drafts back", _ADVICE)
+    lacking = [name for name in _NEEDED if not isinstance(getattr(config, name, None), int)]
+    if lacking or not found._supports_attention_backend:
+        reason = f"its config has no {lacking[0]}" if lacking else "it has an attention of its own"
+        raise SwiftgenError(f"the architecture {family!r} is not supported: {reason}", _ADVICE)
+
+
+def _rope_rules(config: Any) -> Iterator[Mapping[str, Any]]:
+    """The parameters of RoPE, of each type of layer where they differ."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = [rules for rules in rope.values() if isinstance(rules, Mapping)]
+    yield from nested or [rope]

@@ -1,0 +1,4 @@
+"""Presets: the schema, and the YAML files.
+
+May import `system` alone.
+"""

@@ -1,0 +1,3 @@
+"""The version of swiftgen."""
+
+__version__ = "0.1.0"
