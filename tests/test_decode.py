@@ -48,7 +48,7 @@ class ScriptedPlanner(Planner):
             tree.add_path(0, path, "base" if "w" not in word else "ngram")
         return tree
 
-    def observe(self, tree, path, seconds, committed) -> None:  # type: ignore[no-untyped-def]
+    def observe(self, tree, path, committed) -> None:  # type: ignore[no-untyped-def]
         self.num_written += len(committed.token_ids)
 
 
@@ -324,8 +324,8 @@ class TestEvents:
             def read(self, committed) -> None:  # type: ignore[no-untyped-def]
                 seen.append((list(committed.token_ids), committed.begin, committed.cache.length))
 
-            def observe(self, tree, path, seconds, committed) -> None:  # type: ignore[no-untyped-def]
-                super().observe(tree, path, seconds, committed)
+            def observe(self, tree, path, committed) -> None:  # type: ignore[no-untyped-def]
+                super().observe(tree, path, committed)
                 seen.append((list(committed.token_ids), committed.begin, committed.cache.length))
 
         target, text = tiny_target(), ar_text(5)
@@ -340,8 +340,8 @@ class TestEvents:
             def read(self, committed) -> None:  # type: ignore[no-untyped-def]
                 given[committed.cache.length] = committed
 
-            def observe(self, tree, path, seconds, committed) -> None:  # type: ignore[no-untyped-def]
-                super().observe(tree, path, seconds, committed)
+            def observe(self, tree, path, committed) -> None:  # type: ignore[no-untyped-def]
+                super().observe(tree, path, committed)
                 given[committed.cache.length] = committed
 
         run(target, Watching(target, text, [["rrw", "rrrr"], ["rrw"]]), sampler(), PROMPT, 12)

@@ -32,6 +32,7 @@ from tiny import (
     ready_heads,
     run,
     sampler,
+    ticking,
     tiny_model,
     tiny_target,
 )
@@ -322,6 +323,18 @@ class TestHeadsDrafter:
         drafter.propose(tree, history)
         assert len(tree) == 1
 
+    def test_a_level_that_costs_more_than_it_promises_is_not_made(self):
+        """One level takes a second and turns what its parents promise, 1 at first, into `share`."""
+        first = by_heads("recurrent", [2], sampler())
+        share = sum(first.chances[1:])
+        for price, depth in ((0.99 * share * share, 2), (1.01 * share * share, 1)):
+            drafter = HeadsDrafter(
+                *(tiny_target(), sampler(), ready_heads("recurrent"), [2, 2], None),
+                pace=Pace(price),
+                stopwatch=ticking(),
+            )
+            assert drafted_by(drafter).depth == depth
+
     def test_tokens_that_are_there_already_are_shared_and_grown(self):
         alone = by_heads("recurrent", [2, 2], sampler())
         first = alone.tokens[1]
@@ -477,6 +490,11 @@ class TestSelfDrafter:
         assert self.chained(sampler(), None).depth == 1
         assert self.chained(sampler(), Pace(0.0)).depth == 1  # not known yet
         assert self.chained(sampler(), Pace(1e9)).depth == 1
+        chance = self.chained(sampler(), None).chances[
+            1
+        ]  # tokens that a pass, which takes a second, promises
+        assert self.chained(sampler(), Pace(0.99 * chance)).depth > 1
+        assert self.chained(sampler(), Pace(1.01 * chance)).depth == 1
 
     def test_a_chain_of_passes_ends_with_the_block(self, monkeypatch: pytest.MonkeyPatch):
         assert self.chained(sampler(), Pace(1e-9), max_depth=3).depth == 3
@@ -499,7 +517,9 @@ class TestSelfDrafter:
         self, sample: Sampler, pace: Pace | None, heads: ReadyHeads | None = None, max_depth: int = 20
     ) -> DraftTree:
         partial = PartialCache(tiny_target().cache_shape, budget=100, num_sinks=2)
-        drafter = SelfDrafter(tiny_target(), sample, partial, heads, [2, 2, 2], pace=pace)
+        drafter = SelfDrafter(
+            tiny_target(), sample, partial, heads, [2, 2, 2], pace=pace, stopwatch=ticking()
+        )
         return drafted_by(drafter, max_depth)
 
     def test_no_draft_pass_is_made_where_nothing_may_be_drafted(self, monkeypatch: pytest.MonkeyPatch):

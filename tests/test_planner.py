@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import pytest
 
@@ -19,9 +18,22 @@ from swiftgen.decoding.planner import (
     Planner,
 )
 from swiftgen.decoding.sampling import History
+from swiftgen.decoding.stopwatch import Stopwatch
 from swiftgen.forward.tree import DraftTree
 
 SIZES = (1, 2, 4, 8)
+
+
+class Clock:
+    """Stands still until it is set forward."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.stopwatch = Stopwatch(lambda: self.now_s)
+
+
+CLOCK = Clock()
+"""Of `planner` and `teach`."""
 
 
 class ScriptedDrafter:
@@ -51,7 +63,6 @@ def planner(
     base: Sequence[Sequence[int]] | None = None,
     ngram: Sequence[Sequence[int]] | None = None,
     measured: bool = True,
-    sizes: Sequence[int] = SIZES,
 ) -> Planner:
     """One way to draft: with these paths of one drafter or two."""
     way = [
@@ -59,7 +70,7 @@ def planner(
         for paths, source in ((base, "base"), (ngram, "ngram"))
         if paths is not None
     ]
-    return Planner([way], sizes, measured)
+    return Planner([way], SIZES, measured, stopwatch=CLOCK.stopwatch)
 
 
 def draft(plan: Planner) -> DraftTree:
@@ -78,10 +89,17 @@ def flat_tree(num_nodes: int, source: str = "ngram") -> DraftTree:
     return tree
 
 
+def teach(plan: Planner, tree: DraftTree, path: Sequence[int], seconds: float) -> None:
+    """Let the planner see a step that verified this tree and took so long."""
+    draft(plan)
+    CLOCK.now_s += seconds
+    plan.observe(tree, path, None)  # type: ignore[arg-type]
+
+
 def teach_costs(plan: Planner, seconds: dict[int, float]) -> None:
     """Let the planner see one step of each pass size in which every draft was wrong."""
     for size, cost in seconds.items():
-        plan.observe(flat_tree(size), [0], cost, None)  # type: ignore[arg-type]
+        teach(plan, flat_tree(size), [0], cost)
 
 
 class TestAcceptanceEstimates:
@@ -262,10 +280,10 @@ class TestBestSubtree:
         full = DraftTree(0, max_depth=9)
         add_paths(full, [[1, 2, 3], [4, 5, 6]], "ngram")
         for _ in range(1000):
-            plan.observe(full, [0, 1, 2, 3], 1.2, None)  # type: ignore[arg-type]
+            teach(plan, full, [0, 1, 2, 3], 1.2)
         teach_costs(plan, {1: 1.0, 2: 1.1, 4: 1.2})
         # 1 row: 1 token in 1.0 s; 2 rows: 2 in 1.1 s; 4 rows: 4 in 1.2 s; 8 rows bring no more
-        plan.observe(flat_tree(8), [0], 2.0, None)  # type: ignore[arg-type]
+        teach(plan, flat_tree(8), [0], 2.0)
         assert paths_of(draft(plan)) == {(), (1,), (1, 2), (1, 2, 3)}
 
     @pytest.mark.parametrize("seed", range(12))
@@ -283,7 +301,7 @@ class TestBestSubtree:
             add_paths(seen, paths, "ngram")
             path = seen.walk([rng.choice([1, 2, 3]) for _ in range(len(seen))])
             size = next((s for s in SIZES if s >= len(seen)), 8)  # a larger tree counts for the largest pass
-            plan.observe(seen, path, costs[size], None)  # type: ignore[arg-type]
+            teach(plan, seen, path, costs[size])
             estimates.observe(seen, path)
             known.observe(size, costs[size])
 
@@ -321,20 +339,15 @@ class Machine:
 
     def __init__(
         self,
-        monkeypatch: pytest.MonkeyPatch,
         ways: Sequence[Sequence[str]],
         takes_s: dict[str, float],
         measured: bool = True,
         pace: Pace | None = None,
     ) -> None:
-        self.clock_s, self.takes_s = 0.0, takes_s
-        monkeypatch.setattr(
-            "swiftgen.decoding.planner.time", SimpleNamespace(perf_counter=lambda: self.clock_s)
-        )
+        self.clock, self.takes_s = Clock(), takes_s
         self.drafters = {name: ScriptedDrafter([[1]], name) for name in takes_s}
-        self.plan = Planner(
-            [[self.drafters[name] for name in way] for way in ways], SIZES, measured, pace=pace
-        )
+        drafters = [[self.drafters[name] for name in way] for way in ways]
+        self.plan = Planner(drafters, SIZES, measured, pace=pace, stopwatch=self.clock.stopwatch)
         self.ways: list[str] = []
         """The way of each step: the names of the drafters that were asked."""
 
@@ -342,11 +355,10 @@ class Machine:
         """The ways of some more steps."""
         for _ in range(num_steps):
             before = {name: drafter.num_proposed for name, drafter in self.drafters.items()}
-            begin_s = self.clock_s
             tree = self._draft(before)
             path = tree.walk([1] * len(tree))
-            seconds = self.clock_s - begin_s + 1.0
-            self.plan.observe(tree, path, seconds, None)  # type: ignore[arg-type]
+            self.clock.now_s += 1.0
+            self.plan.observe(tree, path, None)  # type: ignore[arg-type]
         return self.ways[-num_steps:]
 
     def _draft(self, before: dict[str, int]) -> DraftTree:
@@ -356,7 +368,7 @@ class Machine:
             """Time passes when a drafter adds to the tree."""
 
             def add_path(self, parent, tokens, source, chance=0.5) -> None:  # type: ignore[no-untyped-def]
-                machine.clock_s += machine.takes_s[source]
+                machine.clock.now_s += machine.takes_s[source]
                 super().add_path(parent, tokens, source, chance)
 
         tree = self.plan.draft(Ticking(0, max_depth=9), History(1))
@@ -373,35 +385,31 @@ def runs_of(ways: Sequence[str]) -> list[tuple[str, int]]:
 class TestWays:
     """Two tokens a step are slower than plain AR if drafting takes 9 s, and faster if it takes 0.1 s."""
 
-    def machine(self, monkeypatch: pytest.MonkeyPatch, takes_s: float, measured: bool = True) -> Machine:
-        return Machine(monkeypatch, [["base"], []], {"base": takes_s}, measured)
+    def machine(self, takes_s: float, measured: bool = True) -> Machine:
+        return Machine([["base"], []], {"base": takes_s}, measured)
 
-    def test_every_way_is_tried_before_one_is_chosen_the_simplest_first(
-        self, monkeypatch: pytest.MonkeyPatch
-    ):
+    def test_every_way_is_tried_before_one_is_chosen_the_simplest_first(self):
         takes_s = {"heads": 0.1, "base": 0.5, "ngram": 0.0}
-        machine = Machine(monkeypatch, [["heads", "ngram"], ["base", "ngram"], ["ngram"]], takes_s)
+        machine = Machine([["heads", "ngram"], ["base", "ngram"], ["ngram"]], takes_s)
         ways = machine.decode(40)
         assert runs_of(ways[:24]) == [("ngram", 8), ("heads+ngram", 8), ("base+ngram", 8)]
         assert runs_of(ways[24:]) == [("ngram", 16)]
 
-    def test_of_equally_fast_ways_the_simplest_is_taken(self, monkeypatch: pytest.MonkeyPatch):
-        machine = Machine(monkeypatch, [["base", "ngram"], ["ngram"]], {"base": 0.0, "ngram": 0.0})
+    def test_of_equally_fast_ways_the_simplest_is_taken(self):
+        machine = Machine([["base", "ngram"], ["ngram"]], {"base": 0.0, "ngram": 0.0})
         assert runs_of(machine.decode(40)) == [("ngram", 8), ("base+ngram", 8), ("ngram", 24)]
 
-    def test_one_that_does_not_pay_is_tried_at_a_bounded_rate(self, monkeypatch: pytest.MonkeyPatch):
-        machine = self.machine(monkeypatch, takes_s=9.0)
+    def test_one_that_does_not_pay_is_tried_at_a_bounded_rate(self):
+        machine = self.machine(takes_s=9.0)
         # the text may change, but looking is cheap
         assert 5 <= machine.decode(1000).count("base") <= 60
 
-    def test_one_that_pays_is_made_nearly_every_step(self, monkeypatch: pytest.MonkeyPatch):
-        machine = self.machine(monkeypatch, takes_s=0.1)
+    def test_one_that_pays_is_made_nearly_every_step(self):
+        machine = self.machine(takes_s=0.1)
         assert 940 <= machine.decode(1000).count("base") < 1000  # the other way is looked at too
 
-    def test_one_that_stops_paying_is_given_up_and_found_again_when_it_pays(
-        self, monkeypatch: pytest.MonkeyPatch
-    ):
-        machine = self.machine(monkeypatch, takes_s=0.1)
+    def test_one_that_stops_paying_is_given_up_and_found_again_when_it_pays(self):
+        machine = self.machine(takes_s=0.1)
         assert machine.decode(500).count("base") > 460
         machine.takes_s["base"] = 9.0
         machine.decode(200)
@@ -410,14 +418,14 @@ class TestWays:
         machine.decode(5000)
         assert machine.decode(320).count("base") >= 300
 
-    def test_trials_are_short_and_the_first_comes_soon(self, monkeypatch: pytest.MonkeyPatch):
-        runs = runs_of(self.machine(monkeypatch, takes_s=9.0).decode(400))
+    def test_trials_are_short_and_the_first_comes_soon(self):
+        runs = runs_of(self.machine(takes_s=9.0).decode(400))
         assert runs[:2] == [("", PROBE_STEPS), ("base", PROBE_STEPS)]
         assert runs[2] == ("", pytest.approx(FIRST_PROBE, abs=1))
         assert runs[3] == ("base", PROBE_STEPS)
 
-    def test_the_steps_between_two_trials_double_up_to_a_limit(self, monkeypatch: pytest.MonkeyPatch):
-        runs = runs_of(self.machine(monkeypatch, takes_s=9.0).decode(16_000))
+    def test_the_steps_between_two_trials_double_up_to_a_limit(self):
+        runs = runs_of(self.machine(takes_s=9.0).decode(16_000))
         assert {num for way, num in runs[:-1] if way == "base"} == {PROBE_STEPS}
         gaps = [num for way, num in runs[2:-1] if way == ""]
         assert len(gaps) > 6
@@ -425,15 +433,15 @@ class TestWays:
             assert following == pytest.approx(min(2 * gap, LAST_PROBE), abs=2)
         assert gaps[-1] == gaps[-2] == pytest.approx(LAST_PROBE, abs=1)
 
-    def test_a_way_that_is_nearly_as_fast_is_tried_often(self, monkeypatch: pytest.MonkeyPatch):
+    def test_a_way_that_is_nearly_as_fast_is_tried_often(self):
         # 2 tokens in 2.1 s, against 1 in 1.0 s: 95 % of the speed
-        runs = runs_of(self.machine(monkeypatch, takes_s=1.1).decode(1000))
+        runs = runs_of(self.machine(takes_s=1.1).decode(1000))
         gaps = [num for way, num in runs[2:-1] if way == ""]
         assert len(gaps) > 20
         assert gaps == pytest.approx([FIRST_PROBE] * len(gaps), abs=1)
 
-    def test_a_single_slow_step_changes_nothing(self, monkeypatch: pytest.MonkeyPatch):
-        machine = self.machine(monkeypatch, takes_s=0.1)
+    def test_a_single_slow_step_changes_nothing(self):
+        machine = self.machine(takes_s=0.1)
         machine.decode(400)
         machine.takes_s["base"] = 600.0  # the machine slept
         while machine.decode(1) != ["base"]:
@@ -441,50 +449,46 @@ class TestWays:
         machine.takes_s["base"] = 0.1
         assert machine.decode(40).count("base") >= 32
 
-    def with_draft_pass(self, monkeypatch: pytest.MonkeyPatch, takes_s: dict[str, float]) -> Machine:
+    def with_draft_pass(self, takes_s: dict[str, float]) -> Machine:
         """A pass of the check at start took a second, as verify passes do here."""
-        machine = Machine(monkeypatch, [["heads"], ["base"], []], takes_s)
+        machine = Machine([["heads"], ["base"], []], takes_s)
         machine.drafters["base"].num_passes = 1
         return machine
 
-    def test_a_draft_pass_is_not_tried_where_one_token_more_could_not_pay_for_it(
-        self, monkeypatch: pytest.MonkeyPatch
-    ):
+    def test_a_draft_pass_is_not_tried_where_one_token_more_could_not_pay_for_it(self):
         # Heads: 2 tokens in 1.1 s. With a token and a pass more: 3 in 2.1 s.
-        machine = self.with_draft_pass(monkeypatch, {"heads": 0.1, "base": 1.0})
+        machine = self.with_draft_pass({"heads": 0.1, "base": 1.0})
         assert {*machine.decode(500)} == {"", "heads"}
 
-    def test_a_draft_pass_is_tried_where_it_could_pay(self, monkeypatch: pytest.MonkeyPatch):
+    def test_a_draft_pass_is_tried_where_it_could_pay(self):
         # Heads: 2 tokens in 3 s, slower than nothing drafted. The draft pass: 2 tokens in 1.2 s.
-        machine = self.with_draft_pass(monkeypatch, {"heads": 2.0, "base": 0.2})
+        machine = self.with_draft_pass({"heads": 2.0, "base": 0.2})
         assert machine.decode(500).count("base") > 400
 
-    def test_what_is_drafted_already_can_be_enough(self, monkeypatch: pytest.MonkeyPatch):
-        machine = Machine(monkeypatch, [["ngram", "heads"]], {"ngram": 0.0, "heads": 0.1})
+    def test_what_is_drafted_already_can_be_enough(self):
+        machine = Machine([["ngram", "heads"]], {"ngram": 0.0, "heads": 0.1})
         machine.drafters["ngram"].paths = [[1] * 8]
         machine.decode(300)
         assert machine.ways[:1] == ["ngram+heads"]  # unsure at first
         assert machine.ways[-1:] == ["ngram"]
 
-    def test_drafters_are_told_how_fast_the_fastest_way_is(self, monkeypatch: pytest.MonkeyPatch):
+    def test_drafters_are_told_how_fast_the_fastest_way_is(self):
         pace = Pace()
-        machine = Machine(monkeypatch, [["base"], []], {"base": 0.25}, pace=pace)
+        machine = Machine([["base"], []], {"base": 0.25}, pace=pace)
         machine.decode(200)
         assert pace.tokens_per_s == pytest.approx(2 / 1.25)
 
-    def test_the_paper_makes_a_draft_pass_every_step(self, monkeypatch: pytest.MonkeyPatch):
-        machine = self.machine(monkeypatch, takes_s=9.0, measured=False)
+    def test_the_paper_makes_a_draft_pass_every_step(self):
+        machine = self.machine(takes_s=9.0, measured=False)
         assert machine.decode(200).count("base") == 200
 
-    def test_the_only_way_is_taken_every_step(self, monkeypatch: pytest.MonkeyPatch):
-        machine = Machine(monkeypatch, [["base"]], {"base": 9.0})
+    def test_the_only_way_is_taken_every_step(self):
+        machine = Machine([["base"]], {"base": 9.0})
         assert machine.decode(200).count("base") == 200
 
-    def test_drafters_see_the_prompt_and_every_step_once_whatever_the_way(
-        self, monkeypatch: pytest.MonkeyPatch
-    ):
+    def test_drafters_see_the_prompt_and_every_step_once_whatever_the_way(self):
         takes_s = {"heads": 0.1, "base": 9.0, "ngram": 0.0}
-        machine = Machine(monkeypatch, [["heads", "ngram"], ["base", "ngram"], ["ngram"], []], takes_s)
+        machine = Machine([["heads", "ngram"], ["base", "ngram"], ["ngram"], []], takes_s)
         machine.plan.read(None)  # type: ignore[arg-type]
         assert set(machine.decode(100)) == {"", "ngram", "heads+ngram", "base+ngram"}
         assert [drafter.num_observed for drafter in machine.drafters.values()] == [101] * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ from swiftgen.decoding.decode import StepEvent, decode
 from swiftgen.decoding.drafters.heads import ReadyHeads
 from swiftgen.decoding.planner import Planner
 from swiftgen.decoding.sampling import Sampler
+from swiftgen.decoding.stopwatch import Stopwatch
 from swiftgen.forward.cache import FullCache
 from swiftgen.forward.exactness import choose_pass_sizes
 from swiftgen.forward.target import Target
@@ -206,9 +208,9 @@ def run(
         passes.append(logits.clone())
         return pick(logits, positions, windows)
 
-    def recording_observe(tree, path, seconds, committed) -> None:  # type: ignore[no-untyped-def]
+    def recording_observe(tree, path, committed) -> None:  # type: ignore[no-untyped-def]
         accepted.append(passes[-1][path])
-        observe(tree, path, seconds, committed)
+        observe(tree, path, committed)
 
     sampler.pick, planner.observe = recording_pick, recording_observe  # type: ignore[method-assign]
     events = list(decode(target, planner, sampler, cache, prompt, num_tokens, **options))  # type: ignore[arg-type]
@@ -230,6 +232,11 @@ def sampler(seed: int = 3, W: int = 20, theta: float = 1.0, **settings: float) -
 
 def ar_planner(target: Target) -> Planner:
     return Planner([[]], target.pass_sizes, measured=True)
+
+
+def ticking() -> Stopwatch:
+    """Each time its clock is read, a second has passed."""
+    return Stopwatch(itertools.count(0.0).__next__)
 
 
 def random_tree(seed: int, num_nodes: int) -> DraftTree:

@@ -106,7 +106,7 @@ def decode(
         num_left = 0 if stop_reason else num_left - len(token_ids)
         history.extend(token_ids)
         committed = _committed(token_ids, cache, position, output, path[-1])
-        planner.observe(tree, path, time.perf_counter() - begin_s, committed)
+        planner.observe(tree, path, committed)
         yield StepEvent(
             token_ids=tuple(token_ids),
             sources=tuple(tree.sources[node] for node in path[1:])[: len(token_ids)],

@@ -10,14 +10,13 @@ may be the bare root: plain AR. None of this changes the text.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swiftgen.decoding.drafters.base import Committed, Drafter, Pace
 from swiftgen.decoding.sampling import History
+from swiftgen.decoding.stopwatch import REAL_TIME, Stopwatch
 from swiftgen.forward.tree import DraftTree
-from swiftgen.system.ranks import of_leader
 
 PROBE_STEPS = 8
 """A way to draft that is not the fastest is tried for so many steps ..."""
@@ -157,6 +156,7 @@ class Planner:
         measured: False verifies everything the first way drafts, as the paper does.
         pass_seconds: What a pass of each size took before; empty if unknown.
         pace: Told how fast the fastest way is, and what a row takes.
+        stopwatch: Says how long a step and its drafting take.
     """
 
     def __init__(
@@ -166,6 +166,7 @@ class Planner:
         measured: bool,
         pass_seconds: Sequence[float] = (),
         pace: Pace | None = None,
+        stopwatch: Stopwatch = REAL_TIME,
     ) -> None:
         self._ways = [_Way(drafters) for drafters in ways]
         self._drafters = list({id(drafter): drafter for way in ways for drafter in way}.values())
@@ -176,16 +177,17 @@ class Planner:
         self._way, self._steps_left = self._ways[0], 0
         self._draft_s = 0.0
         self._pace = pace or Pace()
+        self._stopwatch, self._elapsed = stopwatch, stopwatch.start()
 
     def draft(self, tree: DraftTree, history: History) -> DraftTree:
-        """Fill the tree with drafts and keep what is worth verifying."""
+        """Begin a step: fill the tree with drafts and keep what is worth verifying."""
         self._choose_way()
-        begin = time.perf_counter()
+        self._elapsed = self._stopwatch.start()
         for number, drafter in enumerate(self._way.drafters):
             if number and self._measured and sum(self._acceptance.chances(tree)) > _ENOUGH:
                 break
             drafter.propose(tree, history)
-        self._draft_s = of_leader(time.perf_counter() - begin)
+        self._draft_s = self._elapsed()
         return self._best_subtree(tree) if self._measured else tree
 
     def read(self, committed: Committed) -> None:
@@ -193,9 +195,9 @@ class Planner:
         for drafter in self._drafters:
             drafter.observe(committed)
 
-    def observe(self, tree: DraftTree, path: Sequence[int], seconds: float, committed: Committed) -> None:
-        """Learn from a step of `seconds` (drafting and verifying) whose accepted path is `path`."""
-        seconds = of_leader(seconds)
+    def observe(self, tree: DraftTree, path: Sequence[int], committed: Committed) -> None:
+        """Learn from a step, which began with `draft` and ends here, whose accepted path is `path`."""
+        seconds = self._elapsed()
         self.read(committed)
         self._acceptance.observe(tree, path)
         size = next((s for s in self._pass_sizes if s >= len(tree)), self._pass_sizes[-1])

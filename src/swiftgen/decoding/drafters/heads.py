@@ -7,7 +7,6 @@ pass is needed. After a draft pass (see `self_draft`), from the state that pass 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 
 import torch
@@ -16,6 +15,7 @@ from torch.nn.functional import pad
 
 from swiftgen.decoding.drafters.base import Committed, Pace
 from swiftgen.decoding.sampling import History, Sampler
+from swiftgen.decoding.stopwatch import REAL_TIME, Stopwatch
 from swiftgen.forward.linear import MakeLinear, QuantisedLinear, linear_maker, replace_linears
 from swiftgen.forward.target import Target
 from swiftgen.forward.tree import DraftTree
@@ -25,7 +25,6 @@ from swiftgen.models.tensor_parallel import whole
 from swiftgen.native.kernels import Kernels
 from swiftgen.native.structs import Cell
 from swiftgen.system.devices import send
-from swiftgen.system.ranks import of_leader
 
 SOURCE = "heads"
 _MEMORY = 0.05  # weight of the newest level in the estimates of time and yield
@@ -115,6 +114,7 @@ class HeadsDrafter:
         floor: Nodes less likely than this to be accepted with their path get none.
         pace: Another level is made while it promises more tokens than its time, and that of a row to
             verify, is worth; None makes all.
+        stopwatch: Says how long a level takes.
     """
 
     num_passes = 0
@@ -128,6 +128,7 @@ class HeadsDrafter:
         beam: int | None,
         floor: float = 0.0,
         pace: Pace | None = None,
+        stopwatch: Stopwatch = REAL_TIME,
     ) -> None:
         self._target = target
         self._heads = heads
@@ -136,6 +137,7 @@ class HeadsDrafter:
         self._beam = beam
         self._floor = floor
         self._pace = pace
+        self._stopwatch = stopwatch
         self._level_s = 0.0
         self._yield = 1.0  # what a level promises, of what its parents did
         self._state: Tensor | None = None
@@ -167,7 +169,7 @@ class HeadsDrafter:
             parents = sum(joint)
             if depth > 1 and not self._is_worth_a_level(parents):  # whether to draft at all is the planner's
                 return
-            begin_s = time.perf_counter()
+            elapsed = self._stopwatch.start()
             states, logits = self._heads.step(states, [tree.tokens[n] for n in nodes], depth, self._target)
             position = len(history) + tree.depths[nodes[0]]
             windows = history.windows(tree, self._sampler.W, nodes)
@@ -181,7 +183,7 @@ class HeadsDrafter:
             children = [child for child in sorted(children, reverse=True) if child[0] >= self._floor]
             children = children[: self._beam]
             joint = [chance for chance, _, _ in children]
-            self._learn(of_leader(time.perf_counter() - begin_s), min(1.0, sum(joint) / parents))
+            self._learn(elapsed(), min(1.0, sum(joint) / parents))
             rows = torch.tensor([row for _, row, _ in children], dtype=torch.int64)
             states = states[send(rows, states.device)]
             nodes = [child for _, _, child in children]

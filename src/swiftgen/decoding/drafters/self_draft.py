@@ -8,7 +8,6 @@ pass, and so on, where the context is so long that a draft pass costs little bes
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import torch
@@ -17,10 +16,10 @@ from torch import Tensor
 from swiftgen.decoding.drafters.base import Committed, Pace
 from swiftgen.decoding.drafters.heads import HeadsDrafter, ReadyHeads
 from swiftgen.decoding.sampling import History, Sampler
+from swiftgen.decoding.stopwatch import REAL_TIME, Stopwatch
 from swiftgen.forward.cache import PartialCache
 from swiftgen.forward.target import Target
 from swiftgen.forward.tree import DraftTree
-from swiftgen.system.ranks import of_leader
 
 SOURCE = "base"
 MAX_PASSES = 8
@@ -35,6 +34,7 @@ class SelfDrafter:
         shape: Children per node at each level, like `[1, 3, 3, 3]`; levels beyond the heads are left out.
         beam, floor: As `HeadsDrafter` has them.
         pace: Another pass is made while it promises more tokens than its time is worth; None makes one.
+        stopwatch: Says how long a pass takes.
     """
 
     num_passes = 1
@@ -49,13 +49,17 @@ class SelfDrafter:
         beam: int | None = None,
         floor: float = 0.0,
         pace: Pace | None = None,
+        stopwatch: Stopwatch = REAL_TIME,
     ) -> None:
         self._target = target
         self._sampler = sampler
         self._cache = cache
         self._width = shape[0]
-        self._heads = HeadsDrafter(target, sampler, heads, shape[1:], beam, floor, pace) if heads else None
+        self._heads: HeadsDrafter | None = None
+        if heads:
+            self._heads = HeadsDrafter(target, sampler, heads, shape[1:], beam, floor, pace, stopwatch)
         self._pace = pace
+        self._stopwatch = stopwatch
         self._pass_s = 0.0
 
     @torch.inference_mode()
@@ -66,10 +70,10 @@ class SelfDrafter:
         chain = DraftTree(tree.tokens[0], MAX_PASSES)  # what the passes read; the last token is new
         node, chance = 0, 1.0
         while True:
-            begin_s = time.perf_counter()
+            elapsed = self._stopwatch.start()
             hidden = self._target.forward(chain, len(history) - 1, self._cache).hidden[-1]
             candidates = self._candidates(tree, node, history, hidden)
-            self._learn(of_leader(time.perf_counter() - begin_s))
+            self._learn(elapsed())
             if not candidates or len(chain) == min(MAX_PASSES, self._target.max_rows):
                 break
             (node, confidence), *_ = candidates
