@@ -1,7 +1,7 @@
 """Does a step cost more the longer the document is? Time and memory at several lengths of one text.
 
     python tests/bench_length.py --draft paper
-    python tests/bench_length.py --draft ngram --at 5000,50000,100000
+    python tests/bench_length.py --draft lookup --at 5000,50000,100000
     python tests/bench_length.py --upkeep --at 5000,50000,200000
 
 A random model of two small layers writes a document as `swiftgen write` does: run folder, figures and

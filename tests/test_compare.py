@@ -279,6 +279,13 @@ def test_sweeps_that_make_no_sense(text: str, draft: str, message: str):
         parse_sweep(text, draft)
 
 
+@pytest.mark.parametrize("text", ["k=1,2", "tree=[1],[2]", "ngram=3", "budget=64", "heads=a,b"])
+def test_the_plan_that_reads_a_setting_is_named(text: str):
+    with pytest.raises(SwiftgenError, match="with draft=none") as caught:
+        parse_sweep(text, "none")
+    assert caught.value.hint == "add --set draft=paper"
+
+
 Compare = Callable[..., tuple[int, str, str]]
 
 

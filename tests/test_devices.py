@@ -16,6 +16,7 @@ from swiftgen.engine import Engine
 from swiftgen.forward.cache import FullCache
 from swiftgen.forward.memory import check_memory, estimate_memory
 from swiftgen.forward.target import Target
+from swiftgen.settings.plans import PLANS
 from swiftgen.settings.presets import load_preset
 from swiftgen.system import devices
 from swiftgen.system.devices import free_bytes, memory_errors, resolve_device, resolve_dtype, send
@@ -132,7 +133,7 @@ class TestMemory:
         monkeypatch.setattr("swiftgen.forward.memory.free_bytes", lambda device: estimate.total_bytes)
         check_memory(estimate, CPU)
 
-    @pytest.mark.parametrize("draft", ["none", "paper", "heads", "ngram", "self", "auto"])
+    @pytest.mark.parametrize("draft", PLANS)
     def test_a_tree_of_the_plan_has_room(self, draft: str):
         preset = load_preset(None, {"draft": draft})
         assert max_tree_rows(preset) > 64 + 128 or draft == "none"

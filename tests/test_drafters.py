@@ -137,6 +137,11 @@ class TestNgramDrafter:
         assert paths == expected
         assert [tree.sources[node] for node in tree.children(1)] == ["base", "ngram"]
 
+    def test_of_none_to_draft_none_are_counted(self):
+        drafter = NgramDrafter(2, 0, seed=0)
+        drafter.observe(committed([1, 2, 1, 2]))
+        assert not drafter._table._entries
+
     def test_without_a_candidate_there_is_nothing_to_hang_them_below(self):
         drafter = NgramDrafter(2, 3, seed=0)
         drafter.observe(committed([1, 2, 1, 2]))

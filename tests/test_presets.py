@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from swiftgen.settings.plans import PLANS
 from swiftgen.settings.presets import (
     DEFAULT_PRESET,
     MAX_DRAFTED_NODES,
@@ -369,6 +370,29 @@ class TestExtends:
     @pytest.mark.parametrize("parent", ["nobody", "./nowhere.yaml", "[a]", "3"])
     def test_bad_parent(self, tmp_path: Path, parent: str):
         failure(write(tmp_path, f"extends: {parent}\nmodel: {{source: x}}\n"))
+
+
+class TestPlan:
+    def test_a_draft_that_is_none_is_refused(self):
+        expected = "allowed is auto, none, paper, heads, lookup or self"
+        assert failure(None, draft="fast").message == f"draft is 'fast': {expected}"
+        assert failure(None, draft=3).message == f"draft is 3: {expected}"
+        with pytest.raises(ValidationError, match=f"draft\n.*{expected}"):
+            Preset(model=ModelSettings(source="somewhere"), draft="fast")
+
+    def test_an_old_name_is_accepted_wherever_a_preset_comes_from(self, tmp_path: Path):
+        presets = [
+            load_preset(write(tmp_path, "model: {source: x}\ndraft: ngram\nngram: 3\n")),
+            load_preset(None, dict([parse_override("draft=ngram"), parse_override("ngram=3")])),
+            Preset.model_validate({"model": {"source": "x"}, "draft": "ngram", "ngram": 3}),  # a run.yaml
+        ]
+        assert [(preset.draft, preset.ngram) for preset in presets] == [("lookup", 3)] * 3
+        assert "draft: lookup\n" in preset_yaml(presets[0])
+
+    def test_heads_are_lacking_only_where_nothing_else_drafts(self):
+        plans = {draft: load_preset(None, {"draft": draft, "heads": None}) for draft in PLANS}
+        assert [draft for draft, preset in plans.items() if preset.lacks_heads] == ["heads"]
+        assert not load_preset(None, {"draft": "heads", "heads": "somewhere"}).lacks_heads
 
 
 def test_tree_nodes():

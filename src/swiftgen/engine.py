@@ -162,7 +162,7 @@ class Engine:
             prefix_kernel(preset.model.attention, opened.device, opened.dtype, head_dim(config))
             kernels = kernels_for(preset.model.attention, opened.device, opened.dtype, head_dim(config))
             heads = None
-            if preset.draft == "heads" and not preset.heads:
+            if preset.lacks_heads:
                 raise SwiftgenError("the preset has no draft heads", "set `heads`, or draft otherwise")
             if preset.heads:
                 heads, info = load_heads(preset.heads)

@@ -20,6 +20,7 @@ from swiftgen.cli.options import (
     IN_MODEL,
     IN_PROMPT,
     Chat,
+    Draft,
     OnLoop,
     PresetName,
     Prompt,
@@ -176,14 +177,7 @@ def write(
     temperature: Annotated[
         float | None, typer.Option(metavar="T", help="0 is greedy.", rich_help_panel=IN_MODEL)
     ] = None,
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOW",
-            help="none (plain decoding), auto, paper, heads, ngram or self: changes speed, never the text.",
-            rich_help_panel=IN_MODEL,
-        ),
-    ] = None,
+    draft: Draft = None,
     settings: Annotated[
         list[str] | None,
         typer.Option(

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from swiftgen.settings.plans import PLANS
 from swiftgen.system.errors import SwiftgenError
 
 IN_PROMPT, IN_LENGTH = "Prompt", "Length and output"
@@ -41,6 +42,16 @@ PresetName = Annotated[
     typer.Option(
         metavar="NAME|FILE",
         help="Model and settings; `swiftgen presets` lists them. Default: smollm2-135m.",
+        rich_help_panel=IN_MODEL,
+    ),
+]
+Draft = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOW",
+        help="Changes speed, never the text. "
+        + "; ".join(f"{plan.name}: {plan.help}" for plan in PLANS.values())
+        + ".",
         rich_help_panel=IN_MODEL,
     ),
 ]

@@ -195,7 +195,7 @@ class _Session:
         prompt_tokens: int | None = None,
     ) -> Contender:
         preset = load_preset(self._request.preset, {**self._overrides, **overrides})
-        if preset.draft == "heads" and not preset.heads:
+        if preset.lacks_heads:
             raise SwiftgenError("the preset has no draft heads", "train some with `swiftgen train-heads`")
         run, prompt_ids = own_run(self._engine, preset), self._prompt_ids[:prompt_tokens]
         is_exact = self._engine.is_lossless

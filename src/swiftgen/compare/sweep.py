@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from swiftgen.settings.files import YamlError, parse_scalar
+from swiftgen.settings.plans import PLANS
 from swiftgen.settings.presets import check_setting
 from swiftgen.system.errors import SwiftgenError
 
@@ -17,13 +18,8 @@ _CACHES: dict[str, Mapping[str, Any]] = {
     "partial": {"refresh": "recent"},
     "dynamic": {"refresh": "importance"},
 }
-_OF_DRAFTING = {
-    **dict.fromkeys(("k", "tree", "ngram"), ("paper",)),
-    **dict.fromkeys(("kv_budget", "sink", "refresh"), ("paper", "self", "auto")),
-    "draft": (),
-    "heads": (),
-}
-"""Settings that change the speed but never the text, and the ways to draft that read them (none: all)."""
+_OF_DRAFTING = frozenset({"draft"}).union(*(plan.reads for plan in PLANS.values()))
+"""Settings that change the speed but never the text."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ class Point:
     @property
     def changes_text(self) -> bool:
         """Whether plain decoding writes another text under it."""
-        return self.prompt_tokens is not None or not self.overrides.keys() <= _OF_DRAFTING.keys()
+        return self.prompt_tokens is not None or not self.overrides.keys() <= _OF_DRAFTING
 
 
 @dataclass(frozen=True)
@@ -58,10 +54,10 @@ def parse_sweep(text: str, draft: str) -> Sweep:
     """Read `name=value,value,...`; values are YAML, so lists are possible.
 
     Args:
-        draft: The preset's way to draft.
+        draft: The preset's plan.
 
     Raises:
-        SwiftgenError: no such setting, no value, or one that this way to draft does not read.
+        SwiftgenError: no such setting, no value, or one that this plan does not read.
     """
     name, equals, raw = text.partition("=")
     name = name.strip()
@@ -77,11 +73,12 @@ def parse_sweep(text: str, draft: str) -> Sweep:
     points = tuple(point_of(value) for value in values)
     for point in points:
         for key in point.overrides:
-            readers = _OF_DRAFTING.get(key, ())
-            if readers and draft not in readers:
+            readers = [plan for plan in PLANS.values() if key in plan.reads]
+            if readers and PLANS[draft] not in readers:
+                reader = min(readers, key=lambda plan: plan.measured)  # a fixed plan reads it every step
                 raise SwiftgenError(
                     f"--sweep {name}: with draft={draft} {key} has no effect",
-                    f"add --set draft={readers[0]}",
+                    f"add --set draft={reader.name}",
                 )
     if len({point.label for point in points}) < len(points):
         raise SwiftgenError(f"--sweep {text!r} names a value twice")

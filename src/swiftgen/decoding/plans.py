@@ -1,8 +1,10 @@
-"""What the plans of `preset.draft` draft, and the room they need in memory."""
+"""What builds the drafters of a plan, and the room a plan needs in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,10 +16,11 @@ from swiftgen.decoding.drafters.ngram import NgramDrafter
 from swiftgen.decoding.drafters.self_draft import MAX_PASSES, SelfDrafter
 from swiftgen.decoding.planner import Planner
 from swiftgen.decoding.sampling import Sampler
+from swiftgen.decoding.stopwatch import Stopwatch
 from swiftgen.forward.cache import BLOCK_TOKENS, PartialCache
 from swiftgen.forward.memory import MemoryEstimate, estimate_memory
 from swiftgen.forward.target import Target
-from swiftgen.settings.presets import Preset, num_drafted_nodes
+from swiftgen.settings.presets import Preset, num_ngram_nodes, num_tree_nodes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -25,6 +28,28 @@ if TYPE_CHECKING:
 WIDTHS, BEAM, FLOOR = (4, 4, 4, 4), 4, 0.1
 """What heads draft where the planner chooses from it: children per node, parents per level, and how likely a
 parent must be. What lies below a less likely one is hardly ever worth its row."""
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What drafters are made of; see `new_planner`."""
+
+    preset: Preset
+    target: Target
+    sampler: Sampler
+    heads: ReadyHeads | None
+    seed: int
+    capacity: int
+    pace: Pace
+    stopwatch: Stopwatch
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How a drafter is built, and the most nodes it adds to a tree."""
+
+    build: Callable[[_Parts], Drafter]
+    max_nodes: Callable[[Preset], int]
 
 
 def new_planner(
@@ -36,54 +61,67 @@ def new_planner(
     capacity: int,
     pass_seconds: Sequence[float],
 ) -> Planner:
-    """The preset's way to draft: none, paper, heads, ngram, self, or whatever is fastest.
+    """The preset's plan, ready to draft.
 
     Args:
         heads: The preset's, if it has any.
         capacity: Tokens in the full cache.
         pass_seconds: What a pass of each size took.
     """
-    mode = preset.draft
-    beam, floor = (None, 0.0) if mode == "paper" else (BEAM, FLOOR)
-    shape = preset.tree if mode == "paper" else (WIDTHS[0], *WIDTHS)
-    pace = Pace()
-    by_pass: list[Drafter] = []
-    by_heads: list[Drafter] = []
-    by_lookup: list[Drafter] = []
-    if num_kept := draft_cache_tokens(preset):
-        by_importance = preset.refresh == "importance"
-        partial = PartialCache(target.cache_shape, min(num_kept, capacity), preset.sink, by_importance)
-        price = None if mode == "paper" else pace
-        by_pass = [SelfDrafter(target, sampler, partial, heads, shape, beam, floor, price)]
-    if mode in ("heads", "auto") and heads is not None:
-        by_heads = [HeadsDrafter(target, sampler, heads, WIDTHS, beam, floor, pace)]
-    if mode == "paper" and preset.k:
-        by_pass.append(NgramDrafter(preset.ngram, preset.k, seed))
-    if mode in ("ngram", "auto"):
-        by_lookup = [LookupDrafter()]
-    ways: dict[str, list[list[Drafter]]] = {
-        "none": [[]],
-        "paper": [by_pass],
-        "ngram": [by_lookup],
-        "heads": [by_heads, []],
-        "self": [by_pass, []],
-        "auto": [by_lookup + by_heads, by_lookup + by_pass, by_lookup][0 if by_heads else 1 :],
-    }
-    return Planner(ways[mode], target.pass_sizes, mode != "paper", pass_seconds, pace)
+    plan = preset.plan
+    parts = _Parts(preset, target, sampler, heads, seed, capacity, Pace(), Stopwatch())
+    drafter = cache(lambda name: _DRAFTERS[name].build(parts))  # the ways share them
+    ways = [[drafter(name) for name in way] for way in plan.ways_with(heads is not None)]
+    return Planner(ways, target.pass_sizes, plan.measured, pass_seconds, parts.pace, parts.stopwatch)
+
+
+def _heads_drafter(parts: _Parts) -> HeadsDrafter:
+    assert parts.heads
+    return HeadsDrafter(
+        parts.target, parts.sampler, parts.heads, WIDTHS, BEAM, FLOOR, parts.pace, parts.stopwatch
+    )
+
+
+def _self_drafter(parts: _Parts) -> SelfDrafter:
+    preset, target = parts.preset, parts.target
+    num_kept = min(draft_cache_tokens(preset), parts.capacity)
+    partial = PartialCache(target.cache_shape, num_kept, preset.sink, preset.refresh == "importance")
+    fixed = target, parts.sampler, partial, parts.heads
+    if not preset.plan.measured:
+        return SelfDrafter(*fixed, preset.tree, stopwatch=parts.stopwatch)
+    return SelfDrafter(*fixed, (WIDTHS[0], *WIDTHS), BEAM, FLOOR, parts.pace, parts.stopwatch)
+
+
+def _max_heads_nodes(preset: Preset) -> int:
+    return BEAM * sum(WIDTHS)
+
+
+def _max_self_nodes(preset: Preset) -> int:
+    if not preset.plan.measured:
+        return num_tree_nodes(preset.tree)
+    return MAX_PASSES * WIDTHS[0] + _max_heads_nodes(preset)
+
+
+_DRAFTERS = {
+    "self": _Kind(_self_drafter, _max_self_nodes),
+    "heads": _Kind(_heads_drafter, _max_heads_nodes),
+    "lookup": _Kind(lambda parts: LookupDrafter(), lambda preset: LookupDrafter.max_nodes),
+    "ngram": _Kind(
+        lambda parts: NgramDrafter(parts.preset.ngram, parts.preset.k, parts.seed), num_ngram_nodes
+    ),
+}
+"""By the names in `settings.plans`."""
 
 
 def draft_cache_tokens(preset: Preset) -> int:
     """Tokens in the partial cache of the draft pass; 0 where the plan has none."""
-    return preset.kv_budget if preset.draft in ("paper", "self", "auto") else 0
+    return preset.kv_budget if preset.plan.uses_partial_cache else 0
 
 
 def max_tree_rows(preset: Preset) -> int:
     """Room behind the text for the largest tree of the plan, padding included."""
-    if preset.draft == "paper":
-        num_drafted = num_drafted_nodes(preset)
-    else:
-        num_drafted = MAX_PASSES * WIDTHS[0] + BEAM * sum(WIDTHS) + LookupDrafter.max_nodes
-    return 1 + num_drafted + BLOCK_TOKENS
+    most = max(sum(_DRAFTERS[name].max_nodes(preset) for name in way) for way in preset.plan.ways)
+    return 1 + most + BLOCK_TOKENS
 
 
 def run_memory(

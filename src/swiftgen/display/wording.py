@@ -10,6 +10,7 @@ from rich.text import Text
 
 from swiftgen.figures.loops import Loop
 from swiftgen.figures.metrics import MetricsSnapshot
+from swiftgen.settings.plans import SOURCES
 
 Row = tuple[str, Text]  # label, value
 
@@ -19,7 +20,6 @@ _STOP_REASONS = {
     "interrupted": "interrupted",
     "loop": "stopped in a loop",
 }
-_SOURCE_NAMES = {"base": "base", "heads": "heads", "lookup": "looking back", "ngram": "n-grams"}
 _SEPARATOR = (" · ", "dim")
 _DROPPED = frozenset("\u200d\ufe0e\ufe0f\r")  # joiners and selectors: terminals disagree on the width
 _TAB = " " * 4
@@ -184,12 +184,12 @@ def _wins(snapshot: MetricsSnapshot) -> Text:
     total = snapshot.num_accepted
     if not total:
         return Text("none")
-    known = [name for name in _SOURCE_NAMES if snapshot.wins.get(name)]
-    names = known + sorted(set(snapshot.wins) - set(_SOURCE_NAMES))
+    known = [name for name in SOURCES if snapshot.wins.get(name)]
+    names = known + sorted(set(snapshot.wins) - set(SOURCES))
     return _joined(
         *(
             Text.assemble(
-                f"{_SOURCE_NAMES.get(name, name)} ",
+                f"{SOURCES.get(name, name)} ",
                 (f"{snapshot.wins[name] / total:.0%}", "bold"),
             )
             for name in names

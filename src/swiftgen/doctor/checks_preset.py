@@ -193,13 +193,13 @@ class PresetChecks:
         return Finding(f"{name} (model.attention is {wanted})", figures={"name": name})
 
     def _heads(self) -> Finding | None:
-        source, draft = self._preset.heads, self._preset.draft
+        source, plan = self._preset.heads, self._preset.plan
         if not source:
-            if draft == "heads":
+            if plan.needs_heads:
                 raise SwiftgenError(
-                    "draft is heads, and the preset has none", "Set `heads`, or another draft."
+                    f"draft is {plan.name}, and the preset has none", "Set `heads`, or another draft."
                 )
-            if draft in ("none", "ngram"):
+            if "heads" not in plan.reads:
                 return None
             return Finding("none", "note", "`swiftgen train-heads` makes some, which draft better.")
         if not expand_user(source).exists() and is_hub_id(source):

@@ -1,4 +1,4 @@
-"""Presets: the schema, and the YAML files.
+"""Presets: the schema, the plans to draft by, and the YAML files.
 
 May import `system` alone.
 """

@@ -35,6 +35,7 @@ from swiftgen.settings.files import (
     parse_scalar,
     read_chain,
 )
+from swiftgen.settings.plans import PLAN_NAMES, PLANS, Plan, plan_name
 from swiftgen.system.errors import SwiftgenError
 from swiftgen.system.redaction import has_secret
 
@@ -98,9 +99,7 @@ class Preset(_Strict):
     description: str = _setting("", "text")
     model: ModelSettings
     heads: str | None = _setting(None, "a folder or file of draft heads, a hub id, or null")
-    draft: Literal["auto", "none", "paper", "heads", "ngram", "self"] = _setting(
-        "auto", "auto, none, paper, heads, ngram or self"
-    )
+    draft: Annotated[str, AfterValidator(plan_name)] = _setting("auto", PLAN_NAMES)
     k: int = _setting(20, "a whole number, 0 (off) or more", ge=0)
     ngram: int = _setting(4, "a whole number from 2 to 8", ge=2, le=8)
     W: int = _setting(1024, "a whole number of tokens, 0 (off) or more", ge=0)
@@ -118,6 +117,16 @@ class Preset(_Strict):
     chat: bool = _setting(False, "true or false")
     system: str | None = _setting(None, "text or null")
     long_context: Literal["error", "yarn"] = _setting("error", "error or yarn")
+
+    @property
+    def plan(self) -> Plan:
+        """What `draft` stands for."""
+        return PLANS[self.draft]
+
+    @property
+    def lacks_heads(self) -> bool:
+        """Whether it drafts by heads alone and names none."""
+        return self.plan.needs_heads and not self.heads
 
     @model_validator(mode="after")
     def _check_no_secrets(self) -> Preset:
@@ -164,7 +173,12 @@ def num_tree_nodes(tree: tuple[int, ...]) -> int:
 
 def num_drafted_nodes(preset: Preset) -> int:
     """Most nodes below the root that the paper's plan drafts: its tree, and n-grams below the first level."""
-    return num_tree_nodes(preset.tree) + preset.tree[0] * preset.k * (preset.ngram - 1)
+    return num_tree_nodes(preset.tree) + num_ngram_nodes(preset)
+
+
+def num_ngram_nodes(preset: Preset) -> int:
+    """Most nodes of n-grams below the first level of a tree."""
+    return preset.tree[0] * preset.k * (preset.ngram - 1)
 
 
 def _check_tree(tree: tuple[int, ...]) -> tuple[int, ...]:

@@ -84,6 +84,7 @@ class NgramDrafter:
     num_passes = 0
 
     def __init__(self, n: int, k: int, seed: int) -> None:
+        self._k = k
         self._table = NgramTable(n, k, seed)
 
     def propose(self, tree: DraftTree, history: History) -> None:
@@ -94,4 +95,5 @@ class NgramDrafter:
 
     def observe(self, committed: Committed) -> None:
         """Count what was written."""
-        self._table.extend(committed.token_ids)
+        if self._k:
+            self._table.extend(committed.token_ids)
