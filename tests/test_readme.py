@@ -37,7 +37,7 @@ SOURCES = (
     "src",
     "tests",
 )
-PLACEHOLDERS = {"src/swiftgen/drafters/yours.py", "presets/name.yaml"}
+PLACEHOLDERS = {"src/swiftgen/decoding/drafters/yours.py", "presets/name.yaml"}
 # Of pip and of tests/bench_decode.py.
 OTHER_PROGRAMS_OPTIONS = {
     "--upkeep",
