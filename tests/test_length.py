@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from bench_length import STEP_TOKENS, committed, made_up_text, upkeep_parts
+from support.upkeep import STEP_TOKENS, committed, made_up_text, upkeep_parts
 from swiftgen.decoding.drafters.lookup import NUM_SLOTS, LookupDrafter
 
 SHORT, LONG = 2_000, 60_000
