@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import io
 import json
 import os
@@ -62,6 +63,14 @@ def test_the_fake_step_has_the_fields_of_the_real_one() -> None:
     assert {f.name for f in dataclasses.fields(FakeStep)} == {f.name for f in dataclasses.fields(StepEvent)}
 
 
+@pytest.mark.parametrize("name", ["encode", "prepare", "stream"])
+def test_the_fake_engine_is_called_as_the_real_one_is(name: str) -> None:
+    from swiftgen.engine import Engine
+
+    fake, real = (inspect.signature(getattr(engine, name)) for engine in (FakeEngine, Engine))
+    assert list(fake.parameters) == list(real.parameters)
+
+
 # --- the normal ways ---------------------------------------------------------------------------------
 
 
@@ -88,7 +97,7 @@ def test_a_document_with_its_run_folder(run: Runner) -> None:
         2,
     )
     assert manifest.model.dtype == "float32"
-    assert manifest.arithmetic == {"pass_rows": [1, 2]}
+    assert manifest.arithmetic == {"dtype": "float32", "pass_sizes": [1, 2]}
     assert manifest.versions["swiftgen"] == swiftgen.__version__
     assert run.load.engine is not None
     assert Preset.model_validate(manifest.preset) == run.load.engine.preset

@@ -38,7 +38,7 @@ def manifest(text_file: str = "book.txt", **changes: Any) -> Manifest:
             "max_positions": 64,
         },
         "preset": {"name": "tiny", "sampler": {"min_p": 1e-05}, "tree": [1, 3], "system": "2e-4"},
-        "arithmetic": {"pass_rows": [2, 8], "exact": True},
+        "arithmetic": {"dtype": "bfloat16", "pass_sizes": [2, 8]},
         "versions": {"torch": "2"},
     }
     return Manifest.model_validate(fields | changes)

@@ -45,7 +45,7 @@ class FakeEngine:
         self.prompt = ""
         self.seed = -1
         self.exactness = "lossless"
-        self.arithmetic: dict[str, object] = {"pass_rows": (1, 2)}
+        self.arithmetic: dict[str, object] = {"dtype": "float32", "pass_sizes": [1, 2]}
         self.loaded = SimpleNamespace(
             source="fake", fingerprint="f00", dtype="torch.float32", device="cpu", max_positions=9000
         )
