@@ -16,6 +16,7 @@ import swiftgen
 from support.commands import write_command
 from support.model_files import MAX_POSITIONS, save_model, tiny_tokenizer
 from swiftgen.cli.app import main
+from swiftgen.decoding.planner import PassCosts
 from swiftgen.engine import Engine
 from swiftgen.settings.presets import Preset, load_preset
 
@@ -73,6 +74,13 @@ sampler:
         encoding="utf-8",
     )
     return file
+
+
+@pytest.fixture
+def even_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured plans try every way to draft and verify all of it, whatever passes take on this machine."""
+    monkeypatch.setattr(PassCosts, "seconds", lambda self, size: 1.0)
+    monkeypatch.setattr(PassCosts, "draft_pass_seconds", lambda self: 0.0)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ import swiftgen
 from support.commands import PROMPT
 from support.model_files import EOS, HIDDEN_SIZE, MAX_POSITIONS, VOCAB_SIZE, save_model, tiny_tokenizer
 from swiftgen.decoding.decode import StepEvent
-from swiftgen.decoding.planner import PassCosts
 from swiftgen.engine import Engine
 from swiftgen.heads.files import HeadsInfo, save_heads
 from swiftgen.heads.modules import new_heads
@@ -106,6 +105,7 @@ class TestText:
 
 
 class TestDrafts:
+    @pytest.mark.usefixtures("even_passes")
     def test_every_way_to_draft_writes_the_text_of_none(self, preset_file: Path, heads: Path):
         def written(**overrides: Any) -> tuple[list[int], int]:
             engine = swiftgen.load(str(preset_file), overrides)
@@ -127,8 +127,8 @@ class TestDrafts:
         assert actual == expected
         assert num_drafted > 3 * 25  # four levels a step, unless a block ends there
 
-    def test_what_stood_in_the_prompt_is_drafted(self, preset_file: Path, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(PassCosts, "seconds", lambda self, size: 1.0)  # no pass is too dear to be tried
+    @pytest.mark.usefixtures("even_passes")
+    def test_what_stood_in_the_prompt_is_drafted(self, preset_file: Path):
         engine = swiftgen.load(str(preset_file), {"draft": "ngram"})
         first, *_ = engine.stream([1, 2, 3] * 60, num_tokens=40, seed=2)
         assert first.draft_depth > 8
