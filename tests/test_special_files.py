@@ -184,6 +184,7 @@ def test_what_is_here_is_no_name_of_the_hub(name: str, tmp_path: Path, refused: 
 @pytest.mark.parametrize(
     "name", ["config.json", "tokenizer.json", "generation_config.json", "model.safetensors"]
 )
+@pytest.mark.usefixtures("cache")
 def test_in_a_model_folder(
     kind: str,
     name: str,
@@ -191,7 +192,6 @@ def test_in_a_model_folder(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("SWIFTGEN_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "model"
     save_model(folder)
     capsys.readouterr()

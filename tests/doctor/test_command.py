@@ -72,13 +72,6 @@ def small_reads_and_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swiftgen.models.wheels.download_wheel", lambda *_: pytest.fail("fetched"))
 
 
-@pytest.fixture
-def other_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder."""
-    monkeypatch.setenv("SWIFTGEN_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 Doctor = Callable[..., tuple[int, dict[str, Any]]]
 
 
@@ -193,18 +186,18 @@ class TestWhatIsHere:
         assert found.text.endswith("GPU 1.00 GiB free of 2.00 GiB")
         assert checks_machine.native_kernels(CUDA).text == "not used on cuda"
 
-    def test_a_cache_folder(self, doctor: Doctor, other_cache: Path):
+    def test_a_cache_folder(self, doctor: Doctor, cache: Path):
         found = doctor()[1]["machine"]["cache_folder"]
-        assert (found["state"], found["path"], found["writable"]) == ("ok", str(other_cache), True)
-        assert found["free_bytes"] == pytest.approx(psutil.disk_usage(str(other_cache.parent)).free, rel=0.05)
+        assert (found["state"], found["path"], found["writable"]) == ("ok", str(cache), True)
+        assert found["free_bytes"] == pytest.approx(psutil.disk_usage(str(cache.parent)).free, rel=0.05)
 
     def test_a_broken_cache_folder(
         self,
         doctor: Doctor,
-        other_cache: Path,
+        cache: Path,
         preset_file: Path,
     ):
-        other_cache.write_text("a file", encoding="utf-8")
+        cache.write_text("a file", encoding="utf-8")
         code, found = doctor(load=True)
         assert code == 0  # the model lies elsewhere
         assert (found["machine"]["cache_folder"]["state"], found["machine"]["cache_folder"]["writable"]) == (
@@ -214,15 +207,15 @@ class TestWhatIsHere:
         assert "SWIFTGEN_CACHE" in found["machine"]["cache_folder"]["advice"]
         assert found["needs"]["exactness"]["lossless"]
 
-    def test_a_cache_folder_that_others_may_write(self, doctor: Doctor, other_cache: Path):
-        other_cache.mkdir()
-        other_cache.chmod(0o777)
+    def test_a_cache_folder_that_others_may_write(self, doctor: Doctor, cache: Path):
+        cache.mkdir()
+        cache.chmod(0o777)
         found = doctor()[1]["machine"]["cache_folder"]
-        assert (found["state"], found["shared"]) == ("note", str(other_cache))
+        assert (found["state"], found["shared"]) == ("note", str(cache))
         assert "chmod go-w" in found["advice"]
 
-    def test_a_full_disk(self, other_cache: Path, monkeypatch: pytest.MonkeyPatch):
-        usage = psutil.disk_usage(str(other_cache.parent))._replace(free=1000)
+    def test_a_full_disk(self, cache: Path, monkeypatch: pytest.MonkeyPatch):
+        usage = psutil.disk_usage(str(cache.parent))._replace(free=1000)
         monkeypatch.setattr("swiftgen.doctor.checks_machine.shutil.disk_usage", lambda _: usage)
         assert (checks_machine.cache().state, checks_machine.cache().figures["free_bytes"]) == ("note", 1000)
 
@@ -285,7 +278,7 @@ class TestWhatAPresetNeeds:
         found = doctor("long_context=yarn")[1]["needs"]["longest_text"]
         assert found["num_tokens"] == found["fitting_tokens"] > MAX_POSITIONS
 
-    def test_too_little_memory(self, doctor: Doctor, monkeypatch: pytest.MonkeyPatch, other_cache: Path):
+    def test_too_little_memory(self, doctor: Doctor, monkeypatch: pytest.MonkeyPatch, cache: Path):
         monkeypatch.setattr(checks_preset, "free_bytes", lambda _: 2**20)
         monkeypatch.setattr(checks_preset, "load_weights", lambda *_: pytest.fail("loaded"))
         code, found = doctor(load=True)
@@ -300,7 +293,7 @@ class TestWhatAPresetNeeds:
         out, err = capsys.readouterr()
         assert (out, err.splitlines()[0]) == ("", "error: there is no preset named 'smollm2'")
 
-    def test_a_model_that_is_not_here(self, doctor: Doctor, other_cache: Path):
+    def test_a_model_that_is_not_here(self, doctor: Doctor, cache: Path):
         for preset in (DEFAULT_PRESET, "llama31-8b"):
             code, found = doctor(preset=preset, load=True)
             assert (code, found["needs"]["model"]["state"]) == (1, "missing")
@@ -329,13 +322,13 @@ class TestWhatAPresetNeeds:
         assert (code, found["needs"]["tokenizer"]["state"]) == (1, "missing")
         assert doctor(f"model.source={tmp_path}", "chat=false")[0] == 0
 
-    def test_a_file_that_is_not_unpacked(self, doctor: Doctor, tmp_path: Path, other_cache: Path):
+    def test_a_file_that_is_not_unpacked(self, doctor: Doctor, tmp_path: Path, cache: Path):
         write_gguf(tmp_path / "tiny.gguf", tiny_model())
         setting = f"model.source={tmp_path / 'tiny.gguf'}"
         code, found = doctor(setting)
         assert (code, found["needs"]["model"]["state"]) == (1, "missing")
         assert "without --no-load" in found["needs"]["model"]["advice"]
-        assert not (other_cache / "converted").exists()
+        assert not (cache / "converted").exists()
         assert doctor(setting, load=True)[0] == doctor(setting)[0] == 0
 
     @pytest.mark.parametrize("has_units", [False, True])
@@ -385,14 +378,14 @@ class TestHeads:
 
 
 class TestExactness:
-    def test_it_is_that_of_a_run(self, doctor: Doctor, preset_file: Path, other_cache: Path):
+    def test_it_is_that_of_a_run(self, doctor: Doctor, preset_file: Path, cache: Path):
         found = doctor()[1]["needs"]["exactness"]
         assert (found["state"], found["text"]) == ("note", "not checked yet")
         found = doctor(load=True)[1]["needs"]["exactness"]
-        kept = list((other_cache / "exactness").iterdir())
+        kept = list((cache / "exactness").iterdir())
         engine = swiftgen.load(str(preset_file))
         engine.prepare(10, 10)
-        assert list((other_cache / "exactness").iterdir()) == kept  # found by the run
+        assert list((cache / "exactness").iterdir()) == kept  # found by the run
         assert found["text"] == engine.exactness
         assert found["lossless"] is engine.is_lossless
         assert found["pass_sizes"] == engine.arithmetic["pass_sizes"]

@@ -74,10 +74,10 @@ def test_what_belongs_to_another(place: Path):
 @pytest.mark.parametrize(
     "error", [SafetensorError("I/O error: No space left on device"), OSError(28, "No space")]
 )
+@pytest.mark.usefixtures("cache")
 def test_a_disk_that_is_full_while_a_model_is_unpacked(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("SWIFTGEN_CACHE", str(tmp_path / "cache"))
     write_gguf(tmp_path / "tiny.gguf", tiny_model())
 
     def fails(*_: object, **__: object) -> None:

@@ -24,6 +24,7 @@ from support.tiny import (
     tiny_model,
     tiny_target,
 )
+from support.upkeep import committed
 from swiftgen.decoding.drafters import ngram
 from swiftgen.decoding.drafters.base import Committed, Drafter, Pace
 from swiftgen.decoding.drafters.heads import HeadsDrafter, ReadyHeads, calibrated
@@ -44,11 +45,6 @@ PROMPT = [5, 17, 3, 5, 17, 8, 60]
 def random_text(seed: int, num_tokens: int, alphabet: int = 3) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(alphabet) for _ in range(num_tokens)]
-
-
-def committed(token_ids: list[int]) -> Committed:
-    """As an n-gram drafter sees it."""
-    return Committed(token_ids, cache=None, begin=0, queries=None, state=None)  # type: ignore[arg-type]
 
 
 class TestNgramTable:

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from support.upkeep import committed
 from swiftgen.decoding.drafters import lookup
-from swiftgen.decoding.drafters.base import Committed
 from swiftgen.decoding.drafters.lookup import (
     KEY_LENGTHS,
     MAX_DRAFT,
@@ -19,10 +19,6 @@ from swiftgen.decoding.drafters.lookup import (
 )
 from swiftgen.decoding.sampling import History
 from swiftgen.forward.tree import DraftTree
-
-
-def committed(token_ids: list[int]) -> Committed:
-    return Committed(token_ids, cache=None, begin=0, queries=None, state=None)  # type: ignore[arg-type]
 
 
 def drafted(text: list[int], max_depth: int = 100) -> DraftTree:
