@@ -2,72 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
 
 import swiftgen
+from support.commands import PROMPT
+from support.model_files import EOS, HIDDEN_SIZE, MAX_POSITIONS, VOCAB_SIZE, save_model, tiny_tokenizer
+from support.tiny import ticking
 from swiftgen.decoding.decode import StepEvent
-from swiftgen.decoding.planner import PassCosts
 from swiftgen.engine import Engine
 from swiftgen.heads.files import HeadsInfo, save_heads
 from swiftgen.heads.modules import new_heads
 from swiftgen.settings.presets import load_preset
 from swiftgen.system.errors import SwiftgenError
-from test_models import VOCAB_SIZE, tiny_config, tiny_tokenizer
-from tiny import ticking
 
-EOS = VOCAB_SIZE - 1
-PROMPT = "The hen saw the heron."
-CHAT_TEMPLATE = (
-    "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
-HIDDEN_SIZE, MAX_POSITIONS = 32, 512
+pytestmark = pytest.mark.usefixtures("module_cache")
+
 DRAFTS = ("auto", "paper", "lookup", "self")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SWIFTGEN_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
-@pytest.fixture(scope="module")
-def preset_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A preset for a random model that writes all kinds of tokens, parts of characters among them."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    torch.manual_seed(0)
-    config = tiny_config(initializer_range=0.25, max_position_embeddings=MAX_POSITIONS)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(folder)
-    file = folder.parent / "tiny.yaml"
-    file.write_text(
-        f"""
-name: tiny
-model:
-  source: {folder}
-  dtype: float32
-  device: cpu
-theta: 1.1
-W: 64
-kv_budget: 48
-sink: 4
-tree: [2, 2]
-sampler:
-  temperature: 0.9
-  min_p: 0.02
-""",
-        encoding="utf-8",
-    )
-    return file
 
 
 @pytest.fixture(scope="module", params=["linear", "recurrent"])
@@ -82,12 +37,6 @@ def heads(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         torch.nn.init.normal_(parameter, std=0.3)
     save_heads(random_heads, folder, HeadsInfo(base_model="tiny", vocab_size=VOCAB_SIZE))
     return folder
-
-
-@pytest.fixture(scope="module")
-def engine(preset_file: Path) -> Engine:
-    """One engine for all tests that change nothing."""
-    return swiftgen.load(str(preset_file))
 
 
 def tokens_of(events: Sequence[StepEvent]) -> list[int]:
@@ -158,10 +107,9 @@ class TestText:
 
 class TestDrafts:
     @pytest.fixture(autouse=True)
-    def no_measured_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_measured_time(self, even_passes: None, monkeypatch: pytest.MonkeyPatch) -> None:
         """No pass is too dear to be tried, however busy this machine is."""
         monkeypatch.setattr("swiftgen.decoding.plans.Stopwatch", ticking)
-        monkeypatch.setattr(PassCosts, "seconds", lambda self, size: 1.0)
 
     def test_every_way_to_draft_writes_the_text_of_none(self, preset_file: Path, heads: Path):
         def written(**overrides: Any) -> tuple[list[int], int]:
@@ -346,10 +294,7 @@ class TestEnds:
 
     def test_ids_without_a_token_are_never_written(self, preset_file: Path, tmp_path: Path):
         """Models pad their vocabulary; an id of the padding has no text."""
-        torch.manual_seed(0)
-        config = tiny_config(vocab_size=VOCAB_SIZE + 100, initializer_range=0.25)
-        LlamaForCausalLM(config).save_pretrained(tmp_path)
-        tiny_tokenizer().save_pretrained(tmp_path)
+        save_model(tmp_path, vocab_size=VOCAB_SIZE + 100, initializer_range=0.25)
         engine = swiftgen.load(str(preset_file), {"model.source": str(tmp_path)})
         token_ids = tokens_of(list(engine.stream(PROMPT, num_tokens=100)))
         assert max(token_ids) < EOS
@@ -363,8 +308,7 @@ class TestEnds:
         self, preset_file: Path, tmp_path: Path
     ):
         """Tokenizers may know more tokens than the model has rows for."""
-        torch.manual_seed(0)
-        LlamaForCausalLM(tiny_config(initializer_range=0.25)).save_pretrained(tmp_path)
+        save_model(tmp_path, initializer_range=0.25)
         tokenizer = tiny_tokenizer()
         tokenizer.add_special_tokens({"additional_special_tokens": ["<extra>"]})
         assert len(tokenizer) == VOCAB_SIZE + 1

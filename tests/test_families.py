@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from support.drafting import AdversarialPlanner, drafters
+from support.tiny import VARIANTS, VOCAB_SIZE, ar_planner, new_cache, run, sampler, tiny_model, tiny_target
 from swiftgen.decoding.decode import decode
 from swiftgen.decoding.drafters.self_draft import SelfDrafter
 from swiftgen.decoding.planner import Planner
@@ -22,8 +24,6 @@ from swiftgen.forward.tree import DraftTree
 from swiftgen.models.architectures import check_supported, layer_windows
 from swiftgen.models.positions import planned_config, usable_positions
 from swiftgen.system.errors import SwiftgenError
-from test_exactness import AdversarialPlanner, drafters
-from tiny import VARIANTS, VOCAB_SIZE, ar_planner, new_cache, run, sampler, tiny_model, tiny_target
 
 PROMPT = [(5 * i * i + 3) % VOCAB_SIZE for i in range(240)]  # longer than every window
 NUM_TOKENS = 40  # past a block boundary

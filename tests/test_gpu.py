@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from support.drafting import RandomDrafter
+from support.tiny import ar_planner, run, sampler
 from swiftgen.decoding.decode import StepEvent, decode
 from swiftgen.decoding.planner import Planner
 from swiftgen.decoding.plans import max_tree_rows, run_memory
@@ -24,8 +26,6 @@ from swiftgen.forward.tree import DraftTree
 from swiftgen.settings.presets import load_preset
 from swiftgen.system.devices import capability, free_bytes, memory_errors
 from swiftgen.system.errors import SwiftgenError
-from test_static_pass import RandomDrafter
-from tiny import ar_planner, run, sampler
 
 pytestmark = [
     pytest.mark.gpu,

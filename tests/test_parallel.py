@@ -19,6 +19,7 @@ import pytest
 import torch
 from transformers import Olmo2Config
 
+from support.model_files import save_model, tiny_config
 from swiftgen.cli.app import main
 from swiftgen.document.document import read_tokens
 from swiftgen.heads.files import HeadsInfo, save_heads
@@ -26,7 +27,6 @@ from swiftgen.heads.modules import new_heads
 from swiftgen.models.tensor_parallel import num_kv_heads, whole
 from swiftgen.system import ranks
 from swiftgen.system.errors import SwiftgenError
-from test_models import tiny_config, tiny_model, tiny_tokenizer
 
 _FORK = multiprocessing.get_context("fork")  # what is imported here need not be imported by every rank
 TIMEOUT_S = 50
@@ -39,8 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model that three ranks can share; what is found out about it is kept beside it."""
     path = tmp_path_factory.mktemp("parallel") / "tiny"
     sizes = {"hidden_size": HIDDEN_SIZE, "num_attention_heads": 6, "num_key_value_heads": 6}
-    tiny_model(max_position_embeddings=1024, initializer_range=0.3, **sizes).save_pretrained(path)
-    tiny_tokenizer().save_pretrained(path)
+    save_model(path, max_position_embeddings=1024, initializer_range=0.3, **sizes)
     return path
 
 

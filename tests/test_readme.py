@@ -38,7 +38,7 @@ SOURCES = (
     "tests",
 )
 PLACEHOLDERS = {"src/swiftgen/decoding/drafters/yours.py", "presets/name.yaml"}
-# Of pip and of tests/bench_decode.py.
+# Of pip and of tests/tools/bench_decode.py.
 OTHER_PROGRAMS_OPTIONS = {
     "--upkeep",
     *("--no-deps", "--text", "--prompts", "--repeats", "--ask", "--mix", "--drafts", "--no-generate"),

@@ -11,6 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from support.commands import Outcome
+from support.documents import PROMPT, manifest
+from support.fake_engine import FakeLoad
+from support.model_files import save_model
 from swiftgen.cli.app import main
 from swiftgen.document.document import STEPS_NAME, TOKENS_NAME, Document, run_folder
 from swiftgen.document.locks import LOCK_NAME
@@ -19,9 +23,6 @@ from swiftgen.heads.files import WEIGHTS_FILE
 from swiftgen.settings.presets import load_preset
 from swiftgen.system.errors import SwiftgenError
 from swiftgen.system.storage import expand_user
-from test_cli import FakeLoad, Outcome
-from test_document import PROMPT, manifest
-from test_models import tiny_model, tiny_tokenizer
 
 MAX_S = 120
 
@@ -183,6 +184,7 @@ def test_what_is_here_is_no_name_of_the_hub(name: str, tmp_path: Path, refused: 
 @pytest.mark.parametrize(
     "name", ["config.json", "tokenizer.json", "generation_config.json", "model.safetensors"]
 )
+@pytest.mark.usefixtures("cache")
 def test_in_a_model_folder(
     kind: str,
     name: str,
@@ -190,10 +192,8 @@ def test_in_a_model_folder(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("SWIFTGEN_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "model"
-    tiny_model().save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    save_model(folder)
     capsys.readouterr()
     (folder / name).unlink(missing_ok=True)
     KINDS[kind](folder / name)
