@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
@@ -37,7 +38,15 @@ SOURCES = (
     "src",
     "tests",
 )
-PLACEHOLDERS = {"src/swiftgen/decoding/drafters/yours.py", "presets/name.yaml"}
+PLACEHOLDERS = {"src/swiftgen/decoding/drafters/yours.py", "presets/name.yaml", "llama.cpp"}
+# Names that the pages may have though neither package nor tests define them.
+NOT_OURS = {
+    *("torchrun", "taskset", "nohup", "flock", "HF_TOKEN", "GOMP_SPINCOUNT"),  # of the shell and of libraries
+    *("tokenizer.decode", "tokenizers.DecodeStream", "torch.profiler", "mm", "bmm", "softmax", "device_map"),
+    *("base_model.layers", "base_model.norm", "use_cache", "proportional", "vdpbf16ps"),
+    "prepare_varlen_num_blocks",
+    *("sat", "KEY", "book.swiftgen", "book.txt.old", "states.done"),  # of examples, and names of files
+}
 # Of pip and of tests/tools/bench_decode.py.
 OTHER_PROGRAMS_OPTIONS = {
     "--upkeep",
@@ -205,16 +214,62 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+@cache
+def our_files() -> list[str]:
+    """Paths from the root of the repository, each with a slash before it."""
+    folders = (ROOT / name for name in ("src", "tests", "docs", "presets"))
+    files = (file for folder in folders for file in folder.rglob("*") if file.is_file())
+    return [f"/{file.relative_to(ROOT)}" for file in files]
+
+
 @every_page
 def test_files_that_are_named_exist(page: Path) -> None:
-    package = ROOT / "src" / "swiftgen"
-    for code in inline_code(text_of(page)):
-        if code in PLACEHOLDERS:
-            continue
-        if re.fullmatch(r"(src|tests|docs|presets)/[\w./-]+\.\w+", code):
-            assert (ROOT / code).is_file(), code
-        elif re.fullmatch(r"[\w/]+\.py", code):
-            assert (package / code).is_file(), code
+    """By their path, in running text also by its end."""
+    assert all((ROOT / tool).is_file() for tool in re.findall(r"\btests/[\w/]+\.py", text_of(page)))
+    for code in set(inline_code(text_of(page))) - PLACEHOLDERS:
+        if re.fullmatch(r"[\w/]+\.(py|cpp|h)|(src|tests|docs|presets)/[\w./-]+\.\w+", code):
+            assert any(file.endswith(f"/{code}") for file in our_files()), code
+
+
+def defined_by(node: ast.AST) -> list[str]:
+    """The names that a node defines: functions, classes, arguments, attributes, fields, constants."""
+    match node:
+        case ast.arg(arg=name) | ast.Attribute(attr=name, ctx=ast.Store()) | ast.FunctionDef(name=name):
+            return [name]
+        case ast.Module() | ast.ClassDef():  # not what is local to a function
+            assigned = [each for each in node.body if isinstance(each, ast.Assign | ast.AnnAssign)]
+            names = [each for part in assigned for each in ast.walk(part) if isinstance(each, ast.Name)]
+            found = [each.id for each in names if isinstance(each.ctx, ast.Store)]
+            return [*found, node.name] if isinstance(node, ast.ClassDef) else found
+    return []
+
+
+@cache
+def our_names() -> set[str]:
+    """Modules, what package and tests define, also as `module.name` and `Class.member`, settings, strings."""
+    names = {name for name, _ in settings_with_defaults(Preset)}
+    names |= {f"swiftgen.{name}" for name in swiftgen.__all__}
+    for file in [*(ROOT / "src" / "swiftgen").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]:
+        module = file.relative_to(ROOT).with_suffix("").parts
+        names |= {".".join(module[begin:]) for begin in range(len(module))} | set(module)
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        for scope in ast.walk(tree):
+            if isinstance(scope, ast.Module | ast.ClassDef):
+                owner = scope.name if isinstance(scope, ast.ClassDef) else module[-1]
+                inside = {name for node in ast.walk(scope) for name in defined_by(node)}
+                names |= inside | {f"{owner}.{name}" for name in inside}
+            elif isinstance(scope, ast.Constant) and isinstance(scope.value, str) and module[0] == "src":
+                names.add(scope.value)
+    return names
+
+
+@every_page
+def test_names_in_backticks_exist(page: Path) -> None:
+    """Modules, functions, classes, settings, and other words that the program knows."""
+    named = {re.sub(r"(\(|: |=).*$", "", code) for code in inline_code(text_of(page))}
+    named = {name for name in named if re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", name)}
+    unknown = named - our_names() - NOT_OURS
+    assert not {name for name in unknown if not name.endswith((".py", ".md", ".txt"))}
 
 
 def test_the_python_example_runs(

@@ -1,6 +1,6 @@
 """What a GPU allows: bytes and operations of a pass, tokens per second, from data sheets; without a GPU.
 
-    python tests/tools/roofline.py            the tables of docs/gpu.md
+    python tests/tools/roofline.py            the tables that docs/gpu.md quotes
     python tests/tools/roofline.py --json     one line of JSON
 
 A pass takes as long as the slower of its reads and its arithmetic, plus what each kernel takes at least. The

@@ -102,9 +102,7 @@ def native_kernels(device: torch.device) -> Finding:
     try:
         kernels_for("native", _CPU, torch.float32, _ANY_HEAD_DIM)
     except SwiftgenError as error:
-        advice = (
-            "Install g++ or clang++: without the native kernels a text is written at two thirds the speed."
-        )
+        advice = "Install g++ or clang++: without the native kernels a text is written at half the speed."
         if compilers:
             advice = "Set CXX to another C++ compiler, or repair it."
         return Finding(error.message, "note", advice, figures)

@@ -151,8 +151,8 @@ def _machine() -> list[object]:
 def choose_pass_sizes(target: Target) -> Exactness:
     """Measure which sizes agree; the largest set of them is the answer.
 
-    A size counts only if it agrees with itself whatever else is in the pass. Takes some 60 passes over a
-    cache filled with noise. Does not change the target.
+    A size counts only if it agrees with itself whatever else is in the pass. The passes, counted in
+    docs/design.md, are over a cache filled with noise. Does not change the target.
     """
     cache = _noise_cache(target)
     results = {size: _results(target, size, cache) for size in CANDIDATE_SIZES}
