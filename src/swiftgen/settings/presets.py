@@ -20,7 +20,6 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationError,
     model_validator,
@@ -35,6 +34,7 @@ from swiftgen.settings.files import (
     parse_scalar,
     read_chain,
 )
+from swiftgen.settings.strict import Strict
 from swiftgen.system.errors import SwiftgenError
 from swiftgen.system.redaction import has_secret
 
@@ -54,13 +54,7 @@ def _setting(default: Any, allowed: str, **limits: Any) -> Any:
     return Field(default, description=allowed, **limits)
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
-    )
-
-
-class ModelSettings(_Strict):
+class ModelSettings(Strict):
     """Where the weights come from and how they are loaded."""
 
     source: str = _setting(
@@ -80,7 +74,7 @@ class ModelSettings(_Strict):
     attention: Literal["auto", "native", "sdpa", "flash"] = _setting("auto", "auto, native, sdpa or flash")
 
 
-class SamplerSettings(_Strict):
+class SamplerSettings(Strict):
     """How the next token is drawn; a filter at its default is off."""
 
     temperature: float = _setting(1.0, "a number, 0 (greedy) or more", ge=0)
@@ -91,7 +85,7 @@ class SamplerSettings(_Strict):
     min_tokens_to_keep: int = _setting(1, "a whole number, 1 or more", ge=1)
 
 
-class Preset(_Strict):
+class Preset(Strict):
     """All settings of a run; immutable, equal if all fields are."""
 
     name: str = _setting("unnamed", "text", min_length=1)
