@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from swiftgen.commands.stdout import write_stdout
 from swiftgen.document.manifest import Manifest
-from swiftgen.document.recorded import RecordedRun, arithmetic_record, check_token_ids, read_run
+from swiftgen.document.recorded import RecordedRun, arithmetic_record, check_token_ids, num_shared, read_run
 from swiftgen.system import ranks
 from swiftgen.system.errors import SwiftgenError
 from swiftgen.system.storage import read_regular
@@ -175,9 +175,9 @@ def _text_problem(tokenizer: Any, run: RecordedRun) -> str:
     wanted = expected.encode("utf-8")
     if actual == wanted or (manifest.status == "running" and wanted.startswith(actual)):
         return ""  # a process that was killed may have logged tokens whose text it did not write any more
-    same = next((i for i, (a, b) in enumerate(zip(actual, wanted, strict=False)) if a != b), None)
-    if same is not None:
-        return f"the text file differs from the token log at byte {same:,}"
+    num_same = num_shared(actual, wanted)
+    if num_same < min(len(actual), len(wanted)):
+        return f"the text file differs from the token log at byte {num_same:,}"
     return f"the text file has {len(actual):,} bytes, the token log gives {len(wanted):,}"
 
 
