@@ -18,7 +18,7 @@ from swiftgen.document.manifest import COMPLETE_REASONS
 from swiftgen.figures.loops import Loop
 from swiftgen.figures.metrics import MetricsSnapshot, RunMetrics
 from swiftgen.system import ranks
-from swiftgen.system.errors import SwiftgenError
+from swiftgen.system.errors import SwiftgenError, exit_code_of
 
 if TYPE_CHECKING:
     from swiftgen.decoding.decode import StepEvent
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from swiftgen.settings.presets import Preset
 
 
-EXIT_INTERRUPTED = 130
 ON_LOOP = ("warn", "stop", "ignore")
 
 
@@ -105,7 +104,7 @@ def run_job(
                     break
                 reporter.step(event, metrics)
     except KeyboardInterrupt as interrupt:  # what is written stays; the summary below says how much
-        exit_code = int(getattr(interrupt, "exit_code", EXIT_INTERRUPTED))
+        exit_code = exit_code_of(interrupt)
     except ranks.RankLost as lost:
         why, exit_code = lost.message, lost.exit_code
     finally:

@@ -15,7 +15,6 @@ import torch
 from tqdm import tqdm
 
 import swiftgen
-from swiftgen.commands.job import EXIT_INTERRUPTED
 from swiftgen.commands.prompts import read_prompt
 from swiftgen.commands.stdout import write_stdout
 from swiftgen.commands.write import MAX_SEED
@@ -29,7 +28,7 @@ from swiftgen.compare.tables import describe
 from swiftgen.document.manifest import installed_versions, now_utc
 from swiftgen.engine import Engine
 from swiftgen.settings.presets import load_preset
-from swiftgen.system.errors import SwiftgenError, first_line
+from swiftgen.system.errors import EXIT_INTERRUPTED, SwiftgenError, first_line
 from swiftgen.system.redaction import redacted
 
 _FOREIGN = {
