@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from swiftgen.commands.process import load_engine
 from swiftgen.commands.signals import StopSignals
 from swiftgen.commands.stdout import StdoutSink, write_stdout
 from swiftgen.document.document import how_to_resume
@@ -138,10 +139,8 @@ def accompany(preset: Preset, job: Job, stretch_to: int = 0) -> int:
     Args:
         stretch_to: See `Engine`.
     """
-    import swiftgen
-
     with StopSignals() as signals:
-        engine = swiftgen.load(preset)
+        engine = load_engine(preset)
         engine.stretch_to = stretch_to
         engine.prepare(len(job.prompt_ids), job.num_tokens)
         metrics = RunMetrics(written=job.written, find_loops=job.stop_in_loop)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from filelock import BaseFileLock
 
 from swiftgen.commands.job import Job, accompany, check_on_loop, reporter_for, run_job
+from swiftgen.commands.process import load_engine
 from swiftgen.commands.signals import StopSignals
 from swiftgen.commands.stdout import write_stdout
 from swiftgen.document.document import Document, how_to_resume, run_folder
@@ -114,9 +115,7 @@ def _continue(
 ) -> int:
     manifest = run.manifest
     try:
-        import swiftgen  # PyTorch comes with it, so not before all else is in order
-
-        engine = swiftgen.load(run.preset())
+        engine = load_engine(run.preset())
         check_token_ids(run, engine.opened.config.vocab_size)
         text, finished = texts_of(run, engine.tokenizer)
         check_text(run, check, text, finished)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swiftgen.commands.job import Job, Sink, accompany, check_on_loop, reporter_for, run_job
+from swiftgen.commands.process import load_engine
 from swiftgen.commands.prompts import read_prompt
 from swiftgen.commands.signals import StopSignals
 from swiftgen.commands.stdout import StdoutSink
@@ -67,9 +68,7 @@ def write(request: WriteRequest) -> int:
         print(f"loading {preset.name} ...", file=sys.stderr)
     with StopSignals() as signals:
         try:
-            import swiftgen  # PyTorch comes with it, so not before all else is in order
-
-            engine = swiftgen.load(preset)
+            engine = load_engine(preset)
             prompt_ids = engine.encode(prompt)
             stop_in_loop = request.on_loop == "stop"
             job = Job(

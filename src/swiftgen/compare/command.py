@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-import swiftgen
+from swiftgen.commands.process import load_engine
 from swiftgen.commands.prompts import read_prompt
 from swiftgen.commands.stdout import write_stdout
 from swiftgen.commands.write import MAX_SEED
@@ -95,7 +95,7 @@ class _Session:
             _check_folder(request.output, request.force)
         self._say(f"loading {preset.name} ...")
         self._sweeps = sweeps
-        self._engine: Engine = swiftgen.load(preset)
+        self._engine: Engine = load_engine(preset)
         self._prompt_ids = self._engine.encode(prompt)
         self._engine.prepare(len(self._prompt_ids), request.num_tokens)
 
