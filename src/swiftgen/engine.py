@@ -33,7 +33,7 @@ from swiftgen.models.loading import LoadedModel, load_weights, open_model
 from swiftgen.models.positions import planned_config
 from swiftgen.native.build import kernels_for
 from swiftgen.native.kernels import Kernels
-from swiftgen.settings.presets import Preset, load_preset
+from swiftgen.settings.presets import Preset, in_memory, load_preset
 from swiftgen.system import ranks
 from swiftgen.system.devices import memory_errors
 from swiftgen.system.errors import SwiftgenError
@@ -242,8 +242,14 @@ class Engine:
         """The same model in memory under other settings; call `prepare` first.
 
         Args:
-            preset: Of this model, with this engine's heads or none.
+            preset: With this engine's heads or none.
+
+        Raises:
+            ValueError: for settings that another engine has to be made for, see `presets.in_memory`.
         """
+        heads = preset.heads or self.preset.heads
+        if in_memory(preset.model_copy(update={"heads": heads})) != in_memory(self.preset):
+            raise ValueError("another model, other heads or another long_context: load an engine for them")
         other = copy.copy(self)
         other.preset = preset
         other.__dict__.pop("suppressed_ids", None)  # those of the settings before

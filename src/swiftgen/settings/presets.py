@@ -138,6 +138,17 @@ class Preset(Strict):
         return self
 
 
+IN_MEMORY = ("model", "heads", "long_context")
+"""Settings, a group among them, that decide what an engine holds in memory."""
+WITHOUT_EFFECT = ("name", "description", "model.sha256")
+"""Settings that say which run it is; the text, and its speed, are the same under any value."""
+
+
+def in_memory(preset: Preset) -> tuple[object, ...]:
+    """What an engine of a preset holds in memory: presets for which it is the same can share one."""
+    return tuple(getattr(preset, name) for name in IN_MEMORY)
+
+
 @dataclass(frozen=True)
 class PresetInfo:
     """One line of `swiftgen presets`."""
