@@ -17,7 +17,7 @@ from swiftgen.decoding.decode import StepEvent
 from swiftgen.engine import Engine
 from swiftgen.heads.files import HeadsInfo, save_heads
 from swiftgen.heads.modules import new_heads
-from swiftgen.settings.presets import load_preset
+from swiftgen.settings.presets import Preset, load_preset
 from swiftgen.system.errors import SwiftgenError
 
 pytestmark = pytest.mark.usefixtures("module_cache")
@@ -39,6 +39,19 @@ def heads(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return folder
 
 
+@pytest.fixture(scope="module")
+def engine(preset_file: Path) -> Engine:
+    """One engine for all tests that change nothing."""
+    return swiftgen.load(str(preset_file))
+
+
+def changed(engine: Engine, **changes: Any) -> Preset:
+    """Its preset with other settings, those of the model too."""
+    model = {key: value for key, value in changes.items() if key in type(engine.preset.model).model_fields}
+    preset = engine.preset.model_copy(update={key: v for key, v in changes.items() if key not in model})
+    return preset.model_copy(update={"model": preset.model.model_copy(update=model)})
+
+
 def tokens_of(events: Sequence[StepEvent]) -> list[int]:
     return [token for event in events for token in event.token_ids]
 
@@ -52,6 +65,26 @@ def failure(call: Any) -> SwiftgenError:
         call()
     assert "\n" not in caught.value.message
     return caught.value
+
+
+class TestUnder:
+    def test_other_settings_share_the_model(self, engine: Engine):
+        engine.prepare(1, 2)
+        other = engine.under(changed(engine, theta=1.3))
+        assert other.loaded is engine.loaded
+        assert engine.preset.theta == 1.1
+
+    @pytest.mark.parametrize(
+        "changes",
+        [{"long_context": "yarn"}, {"heads": "somewhere"}, {"dtype": "bfloat16"}, {"attention": "sdpa"}],
+    )
+    def test_what_needs_another_model_is_refused(self, engine: Engine, changes: dict[str, Any]):
+        with pytest.raises(ValueError, match="load an engine"):
+            engine.under(changed(engine, **changes))
+
+    def test_heads_may_be_left_unused(self, preset_file: Path, heads: Path):
+        engine = swiftgen.load(str(preset_file), {"heads": str(heads)})
+        assert engine.under(changed(engine, heads=None)).preset.heads is None
 
 
 class TestText:

@@ -33,9 +33,8 @@ from swiftgen.models.loading import LoadedModel, load_weights, open_model
 from swiftgen.models.positions import planned_config
 from swiftgen.native.build import kernels_for
 from swiftgen.native.kernels import Kernels
-from swiftgen.settings.presets import Preset, load_preset
+from swiftgen.settings.presets import Preset, in_memory, load_preset
 from swiftgen.system import ranks
-from swiftgen.system.crowding import use_allowed_cores, watch_cores
 from swiftgen.system.devices import memory_errors
 from swiftgen.system.errors import SwiftgenError
 from swiftgen.text.alphabets import foreign_tokens
@@ -49,6 +48,11 @@ PrefillCallback = Callable[[int, int], None]
 
 def load(preset: str | Preset | None = None, overrides: Mapping[str, Any] | None = None) -> Engine:
     """Open a preset's model; its weights are loaded by the first `stream` (or by `prepare`).
+
+    The process stays as it is: threads, signals and logging are its owner's (what commands set is in
+    `commands.process` and `system.crowding`). Beside memory and the cache folder, loading touches the
+    registries of transformers, which get entries of their own; its progress bars, and warnings, are off
+    while it loads.
 
     Args:
         preset: a name, a path or a preset; None is the default one.
@@ -88,7 +92,6 @@ class Engine:
     """
 
     def __init__(self, preset: Preset) -> None:
-        use_allowed_cores()
         self.preset = preset
         self.opened = open_model(preset)
         self.tokenizer = self.opened.tokenizer
@@ -168,8 +171,6 @@ class Engine:
                 heads, info = load_heads(preset.heads)
                 check_heads(heads, info, preset.heads, config.hidden_size, config.vocab_size)
         self._ready = None  # before the new weights come
-        if opened.device.type == "cpu":
-            watch_cores()
         with memory_errors(opened.device, "loading", "Free memory of the GPU, or use a smaller model."):
             self._ready = self._loaded(config, reach, stretch, heads, kernels)
 
@@ -241,8 +242,14 @@ class Engine:
         """The same model in memory under other settings; call `prepare` first.
 
         Args:
-            preset: Of this model, with this engine's heads or none.
+            preset: With this engine's heads or none.
+
+        Raises:
+            ValueError: for settings that another engine has to be made for, see `presets.in_memory`.
         """
+        heads = preset.heads or self.preset.heads
+        if in_memory(preset.model_copy(update={"heads": heads})) != in_memory(self.preset):
+            raise ValueError("another model, other heads or another long_context: load an engine for them")
         other = copy.copy(self)
         other.preset = preset
         other.__dict__.pop("suppressed_ids", None)  # those of the settings before

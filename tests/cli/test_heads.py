@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import swiftgen
 from swiftgen.cli.app import main
 from swiftgen.heads.files import WEIGHTS_FILE, HeadsInfo, load_heads, save_heads
-from swiftgen.training import session
+from swiftgen.system.errors import EXIT_INTERRUPTED
 from swiftgen.training.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("module_cache")
@@ -90,7 +90,7 @@ def test_a_training_that_was_interrupted_ends_with_the_same_weights(
                 raise KeyboardInterrupt
 
     monkeypatch.setattr(Trainer, "run", interrupted)
-    assert train("--kind", kind) == session.EXIT_INTERRUPTED
+    assert train("--kind", kind) == EXIT_INTERRUPTED
     monkeypatch.setattr(Trainer, "run", run)
     assert train("--kind", kind) == 2  # not by mistake over what is there
     assert train("--kind", kind, "--resume") == 0

@@ -8,8 +8,10 @@ import itertools
 import json
 import re
 import sys
+import weakref
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,14 +20,19 @@ import pytest
 import torch
 
 import swiftgen
+from support.model_files import HIDDEN_SIZE, MAX_POSITIONS, VOCAB_SIZE
 from swiftgen.cli.app import main
 from swiftgen.compare import foreign
 from swiftgen.compare.contenders import Contender, OnEvent
 from swiftgen.compare.measure import Mark, PeakMemory, Run, mark_lengths, run_in_turns
 from swiftgen.compare.results import Comparison, standings_of, to_csv, to_json
-from swiftgen.compare.sweep import parse_sweep
+from swiftgen.compare.sweep import _OF_DRAFTING, parse_sweep
 from swiftgen.compare.tables import describe, end_table, length_table
 from swiftgen.decoding.decode import StepEvent
+from swiftgen.heads.files import HeadsInfo, save_heads
+from swiftgen.heads.modules import new_heads
+from swiftgen.native.build import kernels_for
+from swiftgen.settings.presets import IN_MEMORY, WITHOUT_EFFECT, _fields
 from swiftgen.system.errors import SwiftgenError
 
 pytestmark = pytest.mark.usefixtures("module_cache")
@@ -273,6 +280,11 @@ def test_sweeps_are_read():
         ("prompt=0", "auto", "whole numbers"),
         ("prompt=x", "auto", "whole numbers"),
         ("k=1,1", "paper", "names a value twice"),
+        ("heads=a,b", "none", "with draft=none heads has no effect"),
+        ("name=a,b", "auto", "name cannot be swept, no run depends on it"),
+        ("description=a,b", "auto", "description cannot be swept"),
+        ("model.sha256=a,b", "auto", "model.sha256 cannot be swept"),
+        ("eos=ignore,stop", "auto", "eos cannot be swept, texts that end at different places"),
     ],
 )
 def test_sweeps_that_make_no_sense(text: str, draft: str, message: str):
@@ -285,6 +297,22 @@ def test_the_plan_that_reads_a_setting_is_named(text: str):
     with pytest.raises(SwiftgenError, match="with draft=none") as caught:
         parse_sweep(text, "none")
     assert caught.value.hint == "add --set draft=paper"
+
+
+@pytest.mark.parametrize("name", IN_MEMORY + WITHOUT_EFFECT)
+def test_what_sweeps_know_of_settings_are_settings(name: str):
+    assert any(f"{key}.".startswith(f"{name}.") for key in _fields())
+
+
+def test_every_setting_can_be_swept_or_is_refused():
+    refused = {"name", "description", "model.sha256", "eos"}
+    for key in refused:
+        with pytest.raises(SwiftgenError, match=f"{key} cannot be swept"):
+            parse_sweep(f"{key}=x", "auto")
+    for key in _fields().keys() - refused:
+        (point,) = parse_sweep(f"{key}=x", "paper").points
+        assert point.needs_engine == (key.startswith("model.") or key in ("heads", "long_context"))
+        assert point.changes_text == (key not in _OF_DRAFTING)
 
 
 Compare = Callable[..., tuple[int, str, str]]
@@ -406,6 +434,142 @@ def test_a_sweep_over_text_has_a_measure_for_each_value(compare: Compare):
     assert [entry["num_prompt_tokens"] for entry in prompts["contenders"]] == [3, 3, 6, 6]
 
 
+@dataclass
+class Seen:
+    """What ran in a comparison: engines as they began to write, and how many models were loaded for it."""
+
+    engines: list[dict[str, Any]] = field(default_factory=list)
+    models: list[weakref.ref[Any]] = field(default_factory=list)
+
+    def all(self, what: str) -> list[Any]:
+        """Of every engine in turn, each value once for the neighbours that share it."""
+        return [value for value, _ in itertools.groupby(engine[what] for engine in self.engines)]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    seen = Seen()
+    stream, load_weights = swiftgen.engine.Engine.stream, swiftgen.engine.load_weights
+
+    def seen_stream(self: Any, prompt: Any, **options: Any) -> Any:
+        events = stream(self, prompt, **options)
+        heads = self._prepared.heads
+        seen.engines.append(
+            {
+                "dtype": self.loaded.dtype,
+                "weights": next(self.loaded.model.parameters()).dtype,
+                "arithmetic": self.arithmetic["dtype"],
+                "attention": self.arithmetic["attention"],
+                "heads": heads and type(heads.heads).__name__,
+                "positions": self.loaded.max_positions,
+                "prompt": self.tokenizer.decode(prompt),
+            }
+        )
+        return events
+
+    def seen_load(*args: Any) -> Any:
+        assert not any(model() for model in seen.models), "the one before is still in memory"
+        loaded = load_weights(*args)
+        seen.models.append(weakref.ref(loaded.model))
+        return loaded
+
+    monkeypatch.setattr(swiftgen.engine.Engine, "stream", seen_stream)
+    monkeypatch.setattr(swiftgen.engine, "load_weights", seen_load)
+    return seen
+
+
+class TestSweepsTakeEffect:
+    """Each kind of setting: what is loaded, what is drafted with, what is continued, and the rest."""
+
+    OPTIONS = ("-n", "20", "--seeds", "1")
+
+    @pytest.fixture
+    def sweep(self, compare: Compare) -> Callable[..., dict[str, Any]]:
+        """What is told of a sweep, as compare.json holds it."""
+
+        def run(text: str, *options: str) -> dict[str, Any]:
+            code, out, err = compare(*self.OPTIONS, "--json", "--sweep", text, *options)
+            assert code == 0, err
+            data: dict[str, Any] = json.loads(out)
+            for entry in data["contenders"]:
+                assert entry["same_text"] is (True if entry["reference"] else None)
+            return data
+
+        return run
+
+    def test_dtype(self, sweep: Callable[..., dict[str, Any]], seen: Seen):
+        data = sweep("model.dtype=float32,bfloat16")
+        assert seen.all("dtype") == seen.all("weights") == [torch.float32, torch.bfloat16]
+        assert seen.all("arithmetic") == ["float32", "bfloat16"]
+        assert data["machine"]["dtype"] == "float32, bfloat16"
+        assert [(entry["name"], entry["reference"]) for entry in data["contenders"]] == [
+            ("ar, model.dtype=float32", None),
+            ("model.dtype=float32", "ar, model.dtype=float32"),
+            ("ar, model.dtype=bfloat16", None),
+            ("model.dtype=bfloat16", "ar, model.dtype=bfloat16"),
+        ]
+        assert len(seen.models) == 2
+
+    @pytest.mark.skipif(not kernels_for("auto", CPU, torch.float32, 64), reason="there are no native kernels")
+    def test_attention(self, sweep: Callable[..., dict[str, Any]], seen: Seen):
+        sweep("model.attention=sdpa,native")
+        first, second = seen.all("attention")
+        assert (first, second.partition(" ")[0]) == ("cpu_prefix", "native")
+        assert len(seen.models) == 2
+
+    def test_heads(self, sweep: Callable[..., dict[str, Any]], seen: Seen, tmp_path: Path):
+        for kind, options in (("linear", {}), ("recurrent", {"width": 16})):
+            heads = new_heads(
+                kind, HIDDEN_SIZE, 3, 1e-6, vocabulary=torch.arange(0, VOCAB_SIZE, 2), **options
+            )
+            save_heads(heads, tmp_path / kind, HeadsInfo(base_model="tiny", vocab_size=VOCAB_SIZE))
+        sweep(f"heads=null,{tmp_path / 'linear'},{tmp_path / 'recurrent'}")
+        assert seen.all("heads") == [None, "LinearHeads", "RecurrentHeads"]
+        assert len(seen.models) == 3
+
+    def test_chat(self, sweep: Callable[..., dict[str, Any]], seen: Seen):
+        data = sweep("chat=false,true")
+        assert {engine["prompt"] for engine in seen.engines} == {PROMPT[1], f"[user]{PROMPT[1]}[assistant]"}
+        raw, _, chat, _ = data["contenders"]
+        assert raw["num_prompt_tokens"] < chat["num_prompt_tokens"] == data["num_prompt_tokens"]
+        assert len(seen.models) == 1
+
+    def test_system(self, sweep: Callable[..., dict[str, Any]], seen: Seen):
+        sweep("system=null,Be brief.", "--chat")
+        assert {engine["prompt"] for engine in seen.engines} == {
+            f"[user]{PROMPT[1]}[assistant]",
+            f"[system]Be brief.[user]{PROMPT[1]}[assistant]",
+        }
+        assert len(seen.models) == 1
+
+    def test_what_cannot_be_loaded_is_left_out(self, sweep: Callable[..., dict[str, Any]], seen: Seen):
+        data = sweep("long_context=yarn,error", "-n", str(MAX_POSITIONS))
+        assert seen.all("positions") == [2 * MAX_POSITIONS]
+        assert len(seen.models) == 1  # the warm-up, which is shorter, has none of its own
+        assert list(data["failures"]) == ["ar, long_context=error", "long_context=error"]
+        assert "positions" in data["failures"]["long_context=error"]
+
+    def test_nothing_is_measured_if_the_first_cannot_be_loaded(self, compare: Compare, seen: Seen):
+        code, out, err = compare(
+            "--sweep", "long_context=error,yarn", *self.OPTIONS, "-n", str(MAX_POSITIONS)
+        )
+        assert (code, out) == (2, "")
+        assert f"the model has {MAX_POSITIONS}" in err
+        assert not seen.engines
+
+    def test_the_rest_shares_one_model(self, compare: Compare, seen: Seen):
+        sweeps = (
+            "theta=1.0,1.5",
+            "draft=ngram,self",
+            "budget=32,64",
+            "sampler.min_p=0,0.5",
+            "alphabet=any,latin",
+        )
+        options = [option for text in sweeps for option in ("--sweep", text)]
+        assert compare(*options, *self.OPTIONS)[0] == 0
+        assert len(seen.models) == 1
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -416,6 +580,7 @@ def test_a_sweep_over_text_has_a_measure_for_each_value(compare: Compare):
         (["--seeds", "-1"], "different whole numbers"),
         (["--sweep", "k=1"], "has no effect"),
         (["--sweep", "theta=-1"], "theta is -1"),
+        (["--sweep", "name=a,b"], "name cannot be swept"),
         (["--sweep", "theta=1", "-b", "hf"], "measured against ar alone"),
         (["--sweep", "prompt=99999"], "the prompt has"),
         (["-b", "vllm"], "no baseline is left"),

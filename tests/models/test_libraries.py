@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 from support.model_files import ALPHABET, GGUF_NAMES, gguf_writer, preset_for, tiny_tokenizer
 from support.tiny import ar_planner, run, sampler
 from swiftgen.cli.app import main
+from swiftgen.commands.process import prepare_process
 from swiftgen.document.document import read_tokens
 from swiftgen.forward.exactness import choose_pass_sizes
 from swiftgen.forward.linear import is_plain
@@ -181,6 +183,15 @@ class TestRefusals:
             check_quantiser(method, "none", "somewhere")
         assert caught.value.message == f"weights quantised by {method} need the package {package}"
         assert caught.value.hint == f"pip install 'swiftgen[{extra}]'"
+
+    def test_only_commands_silence_them(self, monkeypatch: pytest.MonkeyPatch):
+        logger = logging.getLogger("torchao")
+        monkeypatch.setattr(logger, "level", logging.INFO)
+        monkeypatch.setattr(quantisers, "find_spec", lambda name: name)
+        check_quantiser("torchao", "none", "somewhere")
+        assert logger.level == logging.INFO
+        prepare_process()
+        assert logger.level == logging.ERROR
 
     def test_twice(self):
         with pytest.raises(SwiftgenError, match="quantised already"):

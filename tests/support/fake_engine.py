@@ -46,6 +46,7 @@ class FakeEngine:
         self.seed = -1
         self.exactness = "lossless"
         self.arithmetic: dict[str, object] = {"dtype": "float32", "pass_sizes": [1, 2]}
+        self.opened = SimpleNamespace(device=SimpleNamespace(type="cpu"))
         self.loaded = SimpleNamespace(
             source="fake", fingerprint="f00", dtype="torch.float32", device="cpu", max_positions=9000
         )

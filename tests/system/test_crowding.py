@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import swiftgen
+from swiftgen.commands.process import load_engine
 from swiftgen.system import crowding
 from swiftgen.system.crowding import ALONE, CROWDED, INTERVAL_S, CoreWatch, IdleTeam, num_teams, queue_share
 
@@ -149,12 +155,42 @@ def test_pytorch_keeps_to_the_cores_of_the_container(
     assert chosen == expected
 
 
-def test_an_engine_on_a_cpu_keeps_to_them(monkeypatch: pytest.MonkeyPatch):
-    from swiftgen import engine
-
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_command_keeps_to_them_and_lets_others_have_those_of_the_cpu(
+    device: str, monkeypatch: pytest.MonkeyPatch
+):
     called: list[str] = []
-    monkeypatch.setattr(engine, "use_allowed_cores", lambda: called.append("allowed"))
-    monkeypatch.setattr(engine, "open_model", lambda _: (_ for _ in ()).throw(KeyError))
-    with pytest.raises(KeyError):
-        engine.Engine(None)  # type: ignore[arg-type]
-    assert called == ["allowed"]
+    engine = SimpleNamespace(opened=SimpleNamespace(device=torch.device(device)))
+    monkeypatch.setattr(crowding, "use_allowed_cores", lambda: called.append("allowed"))
+    monkeypatch.setattr(crowding, "watch_cores", lambda: called.append("watched"))
+    monkeypatch.setitem(vars(swiftgen), "load", lambda preset: called.append(preset) or engine)
+    assert load_engine("preset") is engine  # type: ignore[arg-type]
+    assert called == ["allowed", "preset"] + ["watched"] * (device == "cpu")
+
+
+_AS_IT_WAS = """
+import logging, os, signal, sys, threading
+import torch, transformers
+from transformers.utils import logging as hf_logging
+
+def state():
+    levels = {name: logging.getLogger(name).level for name in names}
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    return (
+        torch.get_num_threads(), threading.enumerate(), levels, sys.stdout, sys.stderr, handlers,
+        hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled(),
+    )
+
+names = [None, "bitsandbytes", "torchao", *logging.root.manager.loggerDict]
+torch.set_num_threads(os.cpu_count() + 1)
+before = state()
+import swiftgen
+engine = swiftgen.load(sys.argv[1], {"draft": "auto"})
+assert len(list(engine.stream("The hen", num_tokens=20))) > 1
+assert state() == before, (state(), before)
+"""
+
+
+def test_the_python_api_leaves_the_process_as_it_is(preset_file: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    subprocess.run([sys.executable, "-c", _AS_IT_WAS, str(preset_file)], check=True, timeout=100)

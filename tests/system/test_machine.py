@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from swiftgen.system import cgroups, machine
+from swiftgen.system import cgroups, cpuinfo, machine
 from swiftgen.system.errors import SwiftgenError
 
 CPUINFO = """processor\t: 0
@@ -71,7 +71,7 @@ def test_no_limits_where_there_are_no_groups(groups: Path, monkeypatch: pytest.M
 
 
 def test_the_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(machine, "_CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(cpuinfo, "_CPUINFO", tmp_path / "cpuinfo")
     assert machine.vector_units() == []
     assert machine.processor_name()  # from the platform
     (tmp_path / "cpuinfo").write_text(CPUINFO, encoding="utf-8")

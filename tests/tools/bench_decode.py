@@ -31,10 +31,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
-from swiftgen.engine import Engine, load
+from swiftgen.commands.process import load_engine
+from swiftgen.engine import Engine
 from swiftgen.forward.cache import FullCache
 from swiftgen.forward.target import PassOutput, Target
-from swiftgen.settings.presets import parse_override
+from swiftgen.settings.presets import load_preset, parse_override
 from swiftgen.system.machine import read_gb_per_s
 
 
@@ -145,7 +146,7 @@ def main() -> None:
     options = parser.parse_args()
 
     settings = dict(parse_override(text) for text in options.set)
-    engine = load(None, settings)
+    engine = load_engine(load_preset(None, settings))
     prompts = {ask: engine.encode(ask) for ask in options.ask}
     if options.text:
         text_ids = engine.tokenizer.encode(options.text.read_text(encoding="utf-8")[:200_000])

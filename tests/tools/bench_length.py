@@ -35,13 +35,13 @@ from rich.console import Console
 from support.documents import manifest
 from support.model_files import save_model
 from support.upkeep import STEP_TOKENS, W, made_up_text, upkeep_parts
+from swiftgen.commands.process import load_engine
 from swiftgen.decoding.drafters.lookup import LookupDrafter
 from swiftgen.decoding.drafters.ngram import NgramDrafter
 from swiftgen.decoding.planner import Planner
 from swiftgen.decoding.sampling import History, Sampler
 from swiftgen.display.panel import LivePanel, RunInfo
 from swiftgen.document.document import Document
-from swiftgen.engine import load
 from swiftgen.figures.distinct import DistinctN
 from swiftgen.figures.loops import LoopDetector
 from swiftgen.figures.metrics import RunMetrics
@@ -107,7 +107,7 @@ def document(lengths: Sequence[int], draft: str, folder: Path) -> Iterator[dict[
     """The same for a document of a random model."""
     clock = Clock()
     watch_all(clock)
-    engine = load(tiny_preset(folder, draft, lengths[-1]))
+    engine = load_engine(tiny_preset(folder, draft, lengths[-1]))
     prompt_ids = engine.encode("hello world ")
     engine.prepare(len(prompt_ids), lengths[-1])
     metrics, waiting, done = RunMetrics(), list(lengths), 0

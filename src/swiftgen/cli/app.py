@@ -29,7 +29,7 @@ from swiftgen.cli.options import (
 )
 from swiftgen.commands.stdout import ReaderGone
 from swiftgen.system import ranks
-from swiftgen.system.errors import SwiftgenError
+from swiftgen.system.errors import SwiftgenError, exit_code_of
 from swiftgen.system.redaction import redacted
 
 _MAX_CHARACTERS = 1_000  # of a line on stderr; what comes from outside may be a megabyte
@@ -75,7 +75,7 @@ def main(args: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_READER_GONE
     except KeyboardInterrupt as interrupt:
-        return int(getattr(interrupt, "exit_code", 130))
+        return exit_code_of(interrupt)
     except Exception as error:
         # A usage error. Its class has moved between click and typer's own copy; its shape has not.
         if not hasattr(error, "format_message"):

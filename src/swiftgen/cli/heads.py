@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from swiftgen.commands.process import prepare_process
 from swiftgen.system.errors import SwiftgenError
 
 _DATA, _HEADS, _TRAINING = "Data", "Heads", "Training"
@@ -132,6 +133,7 @@ def train_heads(
         soft=soft,
         seed=seed,
     )
+    prepare_process()
     return train(
         TrainRequest(
             preset=preset,
@@ -213,6 +215,7 @@ def evaluate(
     from swiftgen.cli.options import overrides_of
     from swiftgen.training.evaluate import judge_heads
 
+    prepare_process()
     typer.echo(
         judge_heads(
             heads, data, preset, overrides_of(settings or [], {}), sequence_length, max_sequences, json

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from swiftgen.commands.process import load_engine
 from swiftgen.commands.signals import StopSignals
 from swiftgen.commands.stdout import StdoutSink, write_stdout
 from swiftgen.document.document import how_to_resume
@@ -18,7 +19,7 @@ from swiftgen.document.manifest import COMPLETE_REASONS
 from swiftgen.figures.loops import Loop
 from swiftgen.figures.metrics import MetricsSnapshot, RunMetrics
 from swiftgen.system import ranks
-from swiftgen.system.errors import SwiftgenError
+from swiftgen.system.errors import SwiftgenError, exit_code_of
 
 if TYPE_CHECKING:
     from swiftgen.decoding.decode import StepEvent
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from swiftgen.settings.presets import Preset
 
 
-EXIT_INTERRUPTED = 130
 ON_LOOP = ("warn", "stop", "ignore")
 
 
@@ -105,7 +105,7 @@ def run_job(
                     break
                 reporter.step(event, metrics)
     except KeyboardInterrupt as interrupt:  # what is written stays; the summary below says how much
-        exit_code = int(getattr(interrupt, "exit_code", EXIT_INTERRUPTED))
+        exit_code = exit_code_of(interrupt)
     except ranks.RankLost as lost:
         why, exit_code = lost.message, lost.exit_code
     finally:
@@ -139,10 +139,8 @@ def accompany(preset: Preset, job: Job, stretch_to: int = 0) -> int:
     Args:
         stretch_to: See `Engine`.
     """
-    import swiftgen
-
     with StopSignals() as signals:
-        engine = swiftgen.load(preset)
+        engine = load_engine(preset)
         engine.stretch_to = stretch_to
         engine.prepare(len(job.prompt_ids), job.num_tokens)
         metrics = RunMetrics(written=job.written, find_loops=job.stop_in_loop)

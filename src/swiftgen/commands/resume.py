@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from filelock import BaseFileLock
 
-from swiftgen.commands.job import EXIT_INTERRUPTED, Job, accompany, check_on_loop, reporter_for, run_job
+from swiftgen.commands.job import Job, accompany, check_on_loop, reporter_for, run_job
+from swiftgen.commands.process import load_engine
 from swiftgen.commands.signals import StopSignals
 from swiftgen.commands.stdout import write_stdout
 from swiftgen.document.document import Document, how_to_resume, run_folder
@@ -37,7 +38,7 @@ from swiftgen.document.recorded import (
 )
 from swiftgen.figures.metrics import RunMetrics
 from swiftgen.system import ranks
-from swiftgen.system.errors import SwiftgenError
+from swiftgen.system.errors import SwiftgenError, exit_code_of
 from swiftgen.system.storage import disk_errors
 
 if TYPE_CHECKING:
@@ -114,9 +115,7 @@ def _continue(
 ) -> int:
     manifest = run.manifest
     try:
-        import swiftgen  # PyTorch comes with it, so not before all else is in order
-
-        engine = swiftgen.load(run.preset())
+        engine = load_engine(run.preset())
         check_token_ids(run, engine.opened.config.vocab_size)
         text, finished = texts_of(run, engine.tokenizer)
         check_text(run, check, text, finished)
@@ -140,7 +139,7 @@ def _continue(
         document = _reopen(request, manifest, text, finished, metrics, lock)
     except KeyboardInterrupt as interrupt:
         print("interrupted: nothing was written", file=sys.stderr)
-        return int(getattr(interrupt, "exit_code", EXIT_INTERRUPTED))
+        return exit_code_of(interrupt)
     with document:
         return run_job(job, engine, metrics, document, reporter_for(run.path, request.quiet), signals)
 

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from swiftgen.commands.process import load_engine
 from swiftgen.commands.stdout import write_stdout
 from swiftgen.document.manifest import Manifest
-from swiftgen.document.recorded import RecordedRun, arithmetic_record, check_token_ids, read_run
+from swiftgen.document.recorded import RecordedRun, arithmetic_record, check_token_ids, num_shared, read_run
 from swiftgen.system import ranks
 from swiftgen.system.errors import SwiftgenError
 from swiftgen.system.storage import read_regular
@@ -76,9 +77,7 @@ def verify(request: VerifyRequest) -> int:
         raise SwiftgenError(f"the token log of {path} holds no text", "it was stopped before the first token")
     if not request.quiet:
         print(f"loading {manifest.preset.get('name')} ...", file=sys.stderr)
-    import swiftgen  # PyTorch comes with it, so not before all else is in order
-
-    engine = swiftgen.load(run.preset({"draft": "none", "heads": None}))  # how it was drafted does not matter
+    engine = load_engine(run.preset({"draft": "none", "heads": None}))  # how it was drafted does not matter
     engine.stretch_to = manifest.model.max_positions
     ranks.call_on_others(_accompany, engine.preset, run)
     engine.prepare(manifest.num_prompt_tokens, manifest.num_tokens)
@@ -93,10 +92,8 @@ def verify(request: VerifyRequest) -> int:
 
 def _accompany(preset: Preset, run: RecordedRun) -> None:
     """What the other ranks do while rank 0 checks a document: the same passes."""
-    import swiftgen
-
     manifest = run.manifest
-    engine = swiftgen.load(preset)
+    engine = load_engine(preset)
     engine.stretch_to = manifest.model.max_positions
     engine.prepare(manifest.num_prompt_tokens, manifest.num_tokens)
     for _ in engine.replay(run.token_ids, manifest.num_prompt_tokens, manifest.seed):
@@ -175,9 +172,9 @@ def _text_problem(tokenizer: Any, run: RecordedRun) -> str:
     wanted = expected.encode("utf-8")
     if actual == wanted or (manifest.status == "running" and wanted.startswith(actual)):
         return ""  # a process that was killed may have logged tokens whose text it did not write any more
-    same = next((i for i, (a, b) in enumerate(zip(actual, wanted, strict=False)) if a != b), None)
-    if same is not None:
-        return f"the text file differs from the token log at byte {same:,}"
+    num_same = num_shared(actual, wanted)
+    if num_same < min(len(actual), len(wanted)):
+        return f"the text file differs from the token log at byte {num_same:,}"
     return f"the text file has {len(actual):,} bytes, the token log gives {len(wanted):,}"
 
 

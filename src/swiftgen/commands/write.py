@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swiftgen.commands.job import EXIT_INTERRUPTED, Job, Sink, accompany, check_on_loop, reporter_for, run_job
+from swiftgen.commands.job import Job, Sink, accompany, check_on_loop, reporter_for, run_job
+from swiftgen.commands.process import load_engine
 from swiftgen.commands.prompts import read_prompt
 from swiftgen.commands.signals import StopSignals
 from swiftgen.commands.stdout import StdoutSink
@@ -19,7 +20,7 @@ from swiftgen.document.recorded import arithmetic_record, model_record
 from swiftgen.figures.metrics import RunMetrics
 from swiftgen.settings.presets import load_preset
 from swiftgen.system import ranks
-from swiftgen.system.errors import SwiftgenError
+from swiftgen.system.errors import SwiftgenError, exit_code_of
 
 if TYPE_CHECKING:
     from swiftgen.engine import Engine
@@ -67,9 +68,7 @@ def write(request: WriteRequest) -> int:
         print(f"loading {preset.name} ...", file=sys.stderr)
     with StopSignals() as signals:
         try:
-            import swiftgen  # PyTorch comes with it, so not before all else is in order
-
-            engine = swiftgen.load(preset)
+            engine = load_engine(preset)
             prompt_ids = engine.encode(prompt)
             stop_in_loop = request.on_loop == "stop"
             job = Job(
@@ -81,7 +80,7 @@ def write(request: WriteRequest) -> int:
             sink = _open_sink(request, engine, prompt_ids, metrics)
         except KeyboardInterrupt as interrupt:
             print("interrupted: nothing was written", file=sys.stderr)
-            return int(getattr(interrupt, "exit_code", EXIT_INTERRUPTED))
+            return exit_code_of(interrupt)
         with sink as opened:
             return run_job(job, engine, metrics, opened, reporter, signals)
 

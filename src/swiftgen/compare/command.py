@@ -6,30 +6,29 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-import swiftgen
-from swiftgen.commands.job import EXIT_INTERRUPTED
 from swiftgen.commands.prompts import read_prompt
 from swiftgen.commands.stdout import write_stdout
 from swiftgen.commands.write import MAX_SEED
-from swiftgen.compare.contenders import AR, OWN_WAYS, SUBJECT, Contender, own_run
+from swiftgen.compare.contenders import AR, OWN_WAYS, SUBJECT, Contender, OwnEngine, Way
 from swiftgen.compare.foreign import hf_runs, llama_cpp_run, vllm_run
 from swiftgen.compare.measure import Run, run_in_turns
 from swiftgen.compare.report import CSV_NAME, HTML_NAME, JSON_NAME, write_report
 from swiftgen.compare.results import Comparison, standings_of, to_json
-from swiftgen.compare.sweep import Sweep, parse_sweep
+from swiftgen.compare.sweep import parse_sweep, ways_of
 from swiftgen.compare.tables import describe
 from swiftgen.document.manifest import installed_versions, now_utc
 from swiftgen.engine import Engine
-from swiftgen.settings.presets import load_preset
-from swiftgen.system.errors import SwiftgenError, first_line
+from swiftgen.settings.presets import Preset, in_memory, load_preset
+from swiftgen.system.errors import EXIT_INTERRUPTED, SwiftgenError, first_line
 from swiftgen.system.redaction import redacted
 
 _FOREIGN = {
@@ -87,41 +86,59 @@ class _Session:
         prompt = read_prompt(request.prompt, request.prompt_file, False)
         # Texts that end at different places could not be compared.
         self._overrides = {**request.overrides, "eos": "ignore"}
-        preset = load_preset(request.preset, self._overrides)
+        self._preset = preset = self._preset_of({})
         sweeps = [parse_sweep(text, preset.draft) for text in request.sweeps]
-        for sweep in sweeps:
-            for point in sweep.points:
-                load_preset(request.preset, self._overrides | dict(point.overrides))
+        self._sweeps = [(sweep.name, ways_of(sweep, self._preset_of)) for sweep in sweeps]
         if request.output is not None:
             _check_folder(request.output, request.force)
-        self._say(f"loading {preset.name} ...")
-        self._sweeps = sweeps
-        self._engine: Engine = swiftgen.load(preset)
-        self._prompt_ids = self._engine.encode(prompt)
-        self._engine.prepare(len(self._prompt_ids), request.num_tokens)
+        self._own = OwnEngine(prompt, request.num_tokens, lambda p: self._say(f"loading {p.name} ..."))
 
     def run(self) -> int:
         """All comparisons, one after the other."""
         request = self._request
+        title = f"{self._preset.name}, {request.num_tokens:,} tokens:"
+        failures: dict[str, str] = {}
         if not self._sweeps:
-            contenders, failures = self._contenders()
+            contenders = self._contenders(failures)
             others = ", ".join(c.name for c in contenders if c.name != SUBJECT)
-            title = f"{self._engine.preset.name}, {request.num_tokens:,} tokens: swiftgen and {others}"
-            return self._compare(title, contenders, failures, request.output)
-        for sweep in self._sweeps:
-            title = f"{self._engine.preset.name}, {request.num_tokens:,} tokens: sweep over {sweep.name}"
-            folder = request.output / sweep.name if request.output else None
-            if code := self._compare(title, self._sweep_contenders(sweep), {}, folder):
+            return self._compare(f"{title} swiftgen and {others}", [contenders], failures, request.output)
+        for name, ways in self._sweeps:
+            folder, failures = request.output / name if request.output else None, {}
+            groups = self._groups(ways, failures)
+            if code := self._compare(f"{title} sweep over {name}", groups, failures, folder):
                 return code
         return 0
 
     def _compare(
-        self, title: str, contenders: Sequence[Contender], failures: dict[str, str], folder: Path | None
+        self, title: str, groups: Iterable[Sequence[Contender]], failures: dict[str, str], folder: Path | None
     ) -> int:
-        request = self._request
+        """Run one group after the other, each in turns of its own, and publish all of them together."""
+        contenders: list[Contender] = []
         runs: list[Run] = []
+        engines: list[dict[str, str]] = []
         is_interrupted = False
-        total = len(contenders) * len(self._seeds) * request.num_tokens
+        try:
+            for group in groups:
+                contenders += group
+                engines.append(_described(self._own.engine))
+                self._run(group, runs, failures)
+        except KeyboardInterrupt:
+            if not contenders:
+                raise
+            is_interrupted = True
+        if not runs:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
+            raise SwiftgenError("no run came to its end", reasons or "it was interrupted")
+        comparison = Comparison(title, self._facts(engines), standings_of(contenders, runs), failures)
+        self._publish(comparison, folder)
+        if is_interrupted:
+            print(f"interrupted: {len(runs)} runs are in the figures", file=sys.stderr)
+            return EXIT_INTERRUPTED
+        return 0
+
+    def _run(self, group: Sequence[Contender], runs: list[Run], failures: dict[str, str]) -> None:
+        request, device = self._request, self._own.engine.opened.device
+        total = len(group) * len(self._seeds) * request.num_tokens
         with tqdm(total=total, unit=" tokens", disable=request.quiet, file=sys.stderr) as bar:
 
             def on_tokens(name: str, count: int) -> None:
@@ -131,22 +148,7 @@ class _Session:
             def on_failure(contender: Contender, error: Exception) -> None:
                 failures[contender.name] = _reason(error)
 
-            try:
-                run_in_turns(
-                    contenders, request.num_tokens, self._seeds, self._engine.opened.device, on_tokens,
-                    runs.append, on_failure,
-                )  # fmt: skip
-            except KeyboardInterrupt:
-                is_interrupted = True
-        if not runs:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in failures.items())
-            raise SwiftgenError("no run came to its end", reasons or "it was interrupted")
-        comparison = Comparison(title, self._facts(), standings_of(contenders, runs), failures)
-        self._publish(comparison, folder)
-        if is_interrupted:
-            print(f"interrupted: {len(runs)} runs are in the figures", file=sys.stderr)
-            return EXIT_INTERRUPTED
-        return 0
+            run_in_turns(group, request.num_tokens, self._seeds, device, on_tokens, runs.append, on_failure)
 
     def _publish(self, comparison: Comparison, folder: Path | None) -> None:
         if folder is not None:
@@ -164,77 +166,64 @@ class _Session:
         if folder is not None:
             self._say(f"the report is {folder / HTML_NAME}; figures in {JSON_NAME} and {CSV_NAME} beside it")
 
-    def _contenders(self) -> tuple[list[Contender], dict[str, str]]:
-        """The baselines that can run here and swiftgen itself; and why the others cannot."""
+    def _contenders(self, failures: dict[str, str]) -> list[Contender]:
+        """The baselines that can run here and swiftgen itself."""
         contenders: list[Contender] = []
-        failures: dict[str, str] = {}
-        foreign = _Foreign(self._engine, len(self._prompt_ids) + self._request.num_tokens)
+        self._own.load([self._preset])
+        engine = self._own.engine
+        subject = self._own.contender(Way(SUBJECT, f"swiftgen, draft={self._preset.draft}", self._preset, ""))
+        foreign = _Foreign(engine, len(subject.prompt_ids) + self._request.num_tokens)
         for name in self._baselines:
             reference = contenders[0].name if contenders else ""
             try:
                 if name in OWN_WAYS:
-                    contenders.append(self._own(name, *OWN_WAYS[name], reference))
+                    description, overrides = OWN_WAYS[name]
+                    way = Way(name, description, self._preset_of(overrides), reference)
+                    contenders.append(self._own.contender(way))
                 else:
-                    contenders.append(foreign.contender(name, self._prompt_ids, reference))
+                    contenders.append(foreign.contender(name, subject.prompt_ids, reference))
             except SwiftgenError as error:
-                failures[name] = _reason(error)
-                print(f"{name} is left out: {_reason(error)}", file=sys.stderr)
+                _leave_out(name, error, failures)
         if not contenders:
             raise SwiftgenError("no baseline is left to compare with", "name others with --baseline")
-        reference = contenders[0].name
-        preset = self._engine.preset
-        contenders.append(self._own(SUBJECT, f"swiftgen, draft={preset.draft}", {}, reference))
-        return contenders, failures
+        return [*contenders, replace(subject, reference=contenders[0].name)]
 
-    def _own(
-        self,
-        name: str,
-        description: str,
-        overrides: Mapping[str, Any],
-        reference: str,
-        prompt_tokens: int | None = None,
-    ) -> Contender:
-        preset = load_preset(self._request.preset, {**self._overrides, **overrides})
-        if preset.lacks_heads:
-            raise SwiftgenError("the preset has no draft heads", "train some with `swiftgen train-heads`")
-        run, prompt_ids = own_run(self._engine, preset), self._prompt_ids[:prompt_tokens]
-        is_exact = self._engine.is_lossless
-        notes = () if is_exact else (f"decoding is {self._engine.exactness} on this machine",)
-        return Contender(name, description, run, prompt_ids, reference, is_exact, notes)
+    def _groups(self, ways: Sequence[Way], failures: dict[str, str]) -> Iterator[list[Contender]]:
+        """The ways of a sweep by the engine that they share, which is loaded when it is their turn.
 
-    def _sweep_contenders(self, sweep: Sweep) -> list[Contender]:
-        """swiftgen at every point, and plain decoding, once for each text that it would write."""
-        contenders: list[Contender] = []
-        for point in sweep.points:
-            if point.prompt_tokens and point.prompt_tokens > len(self._prompt_ids):
-                raise SwiftgenError(
-                    f"--sweep {point.label}: the prompt has {len(self._prompt_ids):,} tokens",
-                    "give a longer one with --prompt-file",
-                )
-            reference = f"{AR}, {point.label}" if point.changes_text else AR
-            if all(contender.name != reference for contender in contenders):
-                text, overrides = OWN_WAYS[AR]
-                overrides = {**point.overrides, **overrides} if point.changes_text else overrides
-                contenders.append(self._own(reference, text, overrides, "", point.prompt_tokens))
-            description = f"swiftgen, {point.label}"
-            contenders.append(
-                self._own(point.label, description, point.overrides, reference, point.prompt_tokens)
-            )
-        return contenders
+        What cannot be loaded is left out, unless nothing has been measured yet.
+        """
+        for number, (_, group) in enumerate(groupby(ways, key=lambda way: in_memory(way.preset))):
+            together = list(group)
+            try:
+                self._own.load([way.preset for way in together])
+                contenders = [self._own.contender(way) for way in together]
+            except SwiftgenError as error:
+                if not number:
+                    raise
+                for way in together:
+                    _leave_out(way.name, error, failures)
+            else:
+                yield contenders
 
-    def _facts(self) -> dict[str, Any]:
-        engine, preset = self._engine, self._engine.preset
+    def _preset_of(self, overrides: Mapping[str, Any]) -> Preset:
+        return load_preset(self._request.preset, {**self._overrides, **overrides})
+
+    def _facts(self, engines: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+        """What was compared where; of several engines all that differs."""
+        preset = self._preset
+        engine = {key: ", ".join(dict.fromkeys(each[key] for each in engines)) for key in engines[0]}
         return {
             "preset": preset.name,
             "model": preset.model.source,
             "settings": preset.model_dump(mode="json", exclude={"name", "description", "model"}),
             "num_tokens": self._request.num_tokens,
-            "num_prompt_tokens": len(self._prompt_ids),
+            "num_prompt_tokens": self._own.num_prompt_tokens,
             "seeds": self._seeds,
-            "exactness": engine.exactness,
+            "exactness": engine["exactness"],
             "machine": {
-                "device": _device_name(engine.opened.device),
-                "dtype": str(engine.opened.dtype).removeprefix("torch."),
+                "device": engine["device"],
+                "dtype": engine["dtype"],
                 "threads": torch.get_num_threads(),
                 "system": platform.platform(terse=True),
             },
@@ -307,6 +296,19 @@ def _reason(error: Exception) -> str:
     if isinstance(error, SwiftgenError):
         return f"{error.message} ({error.hint})" if error.hint else error.message
     return redacted(first_line(error))
+
+
+def _leave_out(name: str, error: SwiftgenError, failures: dict[str, str]) -> None:
+    failures[name] = _reason(error)
+    print(f"{name} is left out: {_reason(error)}", file=sys.stderr)
+
+
+def _described(engine: Engine) -> dict[str, str]:
+    return {
+        "exactness": engine.exactness,
+        "device": _device_name(engine.opened.device),
+        "dtype": str(engine.opened.dtype).removeprefix("torch."),
+    }
 
 
 def _device_name(device: torch.device) -> str:

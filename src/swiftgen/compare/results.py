@@ -14,6 +14,7 @@ from typing import Any
 
 from swiftgen.compare.contenders import Contender
 from swiftgen.compare.measure import Mark, Run
+from swiftgen.document.recorded import num_shared
 
 FORMAT = 1
 
@@ -109,7 +110,7 @@ def standings_of(contenders: Sequence[Contender], runs: Sequence[Run]) -> tuple[
 
 def _standing(contender: Contender, runs: Mapping[int, Run], reference: Mapping[int, Run]) -> Standing:
     pairs = [(run, reference[seed]) for seed, run in runs.items() if seed in reference]
-    shared = [_num_same(run, other) for run, other in pairs]
+    shared = [num_shared(run.token_ids, other.token_ids) for run, other in pairs]
     has_to_match = contender.draws_like_ar and contender.reference and pairs
     memory = [run.memory_bytes for run in runs.values() if run.memory_bytes is not None]
     any_run = next(iter(runs.values()))
@@ -150,12 +151,6 @@ def _rate_since(marks: Sequence[Mark], index: int) -> float:
     if before is None:
         return here.tokens_per_s
     return (here.num_tokens - before.num_tokens) / (here.seconds - before.seconds)
-
-
-def _num_same(one: Run, other: Run) -> int:
-    pairs = enumerate(zip(one.token_ids, other.token_ids, strict=False))
-    shorter = min(len(one.token_ids), len(other.token_ids))
-    return next((place for place, (mine, theirs) in pairs if mine != theirs), shorter)
 
 
 def _spread(values: Sequence[float]) -> Spread:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from swiftgen.compare.contenders import AR, OWN_WAYS, Way
 from swiftgen.settings.files import YamlError, parse_scalar
 from swiftgen.settings.plans import PLANS
-from swiftgen.settings.presets import check_setting
+from swiftgen.settings.presets import IN_MEMORY, WITHOUT_EFFECT, Preset, check_setting
 from swiftgen.system.errors import SwiftgenError
 
 PROMPT = "prompt"
@@ -20,6 +21,12 @@ _CACHES: dict[str, Mapping[str, Any]] = {
 }
 _OF_DRAFTING = frozenset({"draft"}).union(*(plan.reads for plan in PLANS.values()))
 """Settings that change the speed but never the text."""
+
+_REFUSED = {
+    **dict.fromkeys(WITHOUT_EFFECT, "no run depends on it"),
+    "eos": "texts that end at different places could not be compared",
+}
+"""Settings that cannot be swept, and why."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,11 @@ class Point:
         """Whether plain decoding writes another text under it."""
         return self.prompt_tokens is not None or not self.overrides.keys() <= _OF_DRAFTING
 
+    @property
+    def needs_engine(self) -> bool:
+        """Whether other weights, or heads, are in memory under it."""
+        return any(key.partition(".")[0] in IN_MEMORY for key in self.overrides)
+
 
 @dataclass(frozen=True)
 class Sweep:
@@ -57,7 +69,7 @@ def parse_sweep(text: str, draft: str) -> Sweep:
         draft: The preset's plan.
 
     Raises:
-        SwiftgenError: no such setting, no value, or one that this plan does not read.
+        SwiftgenError: no such setting, no value, one that cannot be swept, or that this plan does not read.
     """
     name, equals, raw = text.partition("=")
     name = name.strip()
@@ -85,6 +97,25 @@ def parse_sweep(text: str, draft: str) -> Sweep:
     return Sweep(name, points)
 
 
+def ways_of(sweep: Sweep, preset_of: Callable[[Mapping[str, Any]], Preset]) -> list[Way]:
+    """swiftgen at every point, and plain decoding before it: once, or once for each text and each engine.
+
+    Args:
+        preset_of: The settings of the comparison under overrides.
+    """
+    ways: list[Way] = []
+    for point in sweep.points:
+        text, plain = OWN_WAYS[AR]
+        reference = AR
+        if point.changes_text or point.needs_engine:
+            reference, plain = f"{AR}, {point.label}", {**point.overrides, **plain}
+        if all(way.name != reference for way in ways):
+            ways.append(Way(reference, text, preset_of(plain), "", point.prompt_tokens))
+        preset = preset_of(point.overrides)
+        ways.append(Way(point.label, f"swiftgen, {point.label}", preset, reference, point.prompt_tokens))
+    return ways
+
+
 def _point_reader(name: str) -> Callable[[Any], Point]:
     if name == "cache":
         return _cache_point
@@ -92,6 +123,8 @@ def _point_reader(name: str) -> Callable[[Any], Point]:
         return _prompt_point
     key = _NAMES.get(name, name)
     check_setting(key)
+    if key in _REFUSED:
+        raise SwiftgenError(f"--sweep {name}: {key} cannot be swept, {_REFUSED[key]}")
     return lambda value: Point(f"{name}={_label(value)}", {key: value})
 
 

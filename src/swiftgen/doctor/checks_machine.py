@@ -15,7 +15,6 @@ from swiftgen.doctor.findings import Check, Finding
 from swiftgen.forward.attention import flash_attn_installed
 from swiftgen.native.build import found_compilers, kernels_for
 from swiftgen.system.cache_folder import CACHE_VARIABLE, cache_folder, writable_by_others
-from swiftgen.system.crowding import use_allowed_cores
 from swiftgen.system.devices import free_bytes
 from swiftgen.system.errors import SwiftgenError
 from swiftgen.system.machine import processor_name, read_gb_per_s, usable_cores, vector_units
@@ -52,7 +51,6 @@ def processor() -> Finding:
 
 def threads() -> Finding:
     """Threads of PyTorch against the cores they may use."""
-    use_allowed_cores()
     number, cores = torch.get_num_threads(), usable_cores()
     text = f"{number} {'thread' if number == 1 else 'threads'}, {cores:g} of the machine's "
     text += f"{psutil.cpu_count()} cores may be used"

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from swiftgen.commands.process import prepare_process
 from swiftgen.commands.stdout import write_stdout
 from swiftgen.display.wording import harmless
 from swiftgen.doctor.findings import Finding, Section, State, run_checks
@@ -111,6 +112,7 @@ def diagnose(request: DoctorRequest) -> Diagnosis:
     machine = run_checks({"software": _software}, frozenset({"software"}))
     if machine["software"].state != "ok":
         return Diagnosis(preset.name, machine, {})
+    prepare_process()
     from swiftgen.doctor.checks_machine import machine_checks
     from swiftgen.doctor.checks_preset import PresetChecks
 

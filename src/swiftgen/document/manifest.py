@@ -10,9 +10,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import AwareDatetime, Field, JsonValue, ValidationError
 
 from swiftgen.settings.files import YamlError, dump_yaml, read_yaml
+from swiftgen.settings.strict import Strict
 from swiftgen.system.errors import SwiftgenError
 from swiftgen.system.storage import read_regular, replace_file
 from swiftgen.system.version import __version__ as swiftgen_version
@@ -25,13 +26,7 @@ _CHECKSUM = "# crc32 of the lines below: {:08x}\n"
 _CHECKED = re.compile(rb"#[^\n]*\n# crc32 of the lines below: ([0-9a-f]{8})\n")
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
-    )
-
-
-class ModelRecord(_Strict):
+class ModelRecord(Strict):
     """The model as it was loaded."""
 
     source: str
@@ -41,7 +36,7 @@ class ModelRecord(_Strict):
     max_positions: int = Field(ge=1)
 
 
-class Continuation(_Strict):
+class Continuation(Strict):
     """One time that a run was continued."""
 
     time: AwareDatetime
@@ -50,7 +45,7 @@ class Continuation(_Strict):
     differences: list[str]  # from what the run was begun with, accepted with --anyway
 
 
-class Manifest(_Strict):
+class Manifest(Strict):
     """The content of run.yaml."""
 
     format: Literal[1] = 1  # of the run folder; a change that old code cannot read raises it
@@ -65,7 +60,7 @@ class Manifest(_Strict):
     preset: dict[str, JsonValue]  # resolved
     arithmetic: dict[str, JsonValue]  # a resumed run must match it to write the same bytes
     versions: dict[str, str]
-    continued: list[Continuation] = []
+    continued: list[Continuation] = Field(default_factory=list)
 
     def finished(self, stop_reason: str) -> Manifest:
         """The manifest of the same run after it ended."""

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -224,6 +224,12 @@ def differences(manifest: Manifest, engine: Engine) -> list[str]:
     return found
 
 
+def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Bytes, or tokens, that two texts share from their start."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
 def texts_of(run: RecordedRun, tokenizer: Any) -> tuple[str, str]:
     """The decoding of the log: what is final of a text that goes on, and all of one that ends there."""
     from swiftgen.text.stream import TextStream
@@ -256,8 +262,7 @@ def align_text(path: Path, wanted: str, finished: str) -> Path | None:
         if not finished.encode().startswith(former):
             copy = next(place for place in _names_of_copies(path) if not place.exists())
             shutil.copy2(path, copy)
-        pairs = enumerate(zip(former, new, strict=False))
-        num_same = next((i for i, (a, b) in pairs if a != b), min(len(former), len(new)))
+        num_same = num_shared(former, new)
         with open(path, "r+b" if path.exists() else "xb") as file:
             file.truncate(num_same)
             file.seek(num_same)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from swiftgen.forward.cache import CacheView, KVCache
 from swiftgen.forward.spans import best_prefix
-from swiftgen.forward.tail import tail_scores
+from swiftgen.forward.tail import capped, tail_scores
 from swiftgen.system.devices import send
 from swiftgen.system.errors import SwiftgenError, first_line
 
@@ -230,9 +230,7 @@ def cpu_flash(
 
 def sdpa_prefix(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float = 0.0) -> tuple[Tensor, Tensor]:
     """Prefix in plain matrix products with float32 scores: any device, no extra package."""
-    scores = torch.bmm(q.float(), k.float().transpose(1, 2)) * scale
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = capped(torch.bmm(q.float(), k.float().transpose(1, 2)) * scale, softcap)
     lse = torch.logsumexp(scores, dim=-1)
     out = torch.bmm(torch.exp(scores - lse.unsqueeze(-1)), v.float())
     return out.unsqueeze(1), lse.unsqueeze(1)

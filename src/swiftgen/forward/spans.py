@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from swiftgen.forward.tail import capped
 from swiftgen.system.devices import capability
 from swiftgen.system.errors import first_line
 
@@ -105,8 +106,7 @@ def plain_spans(
     for span in range(len(k)):
         unused = places >= lengths[span]
         scores = torch.bmm(queries, k[span].permute(1, 2, 0).float()) * scale  # [Hkv, R, span]
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
+        scores = capped(scores, softcap)
         scores.masked_fill_(unused, float("-inf"))
         lse = torch.logsumexp(scores, dim=-1)
         weights = torch.exp(scores - lse.nan_to_num(neginf=0.0).unsqueeze(-1))

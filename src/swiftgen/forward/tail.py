@@ -1,4 +1,4 @@
-"""Scores of the tail: the last block and the rows themselves."""
+"""Scores: those of the tail (the last block and the rows themselves), and their cap."""
 
 from __future__ import annotations
 
@@ -19,3 +19,8 @@ def tail_scores(q: Tensor, keys: Tensor, mask: Tensor, scaling: float, softcap: 
         scores = torch.bmm(q.double(), keys.transpose(1, 2)) * (scaling / softcap)
         return mask + softcap * torch.tanh(scores)
     return torch.baddbmm(mask, q.double(), keys.transpose(1, 2), alpha=scaling)
+
+
+def capped(scores: Tensor, softcap: float) -> Tensor:
+    """Scores under a softcap, see `PrefixKernel`."""
+    return softcap * torch.tanh(scores / softcap) if softcap else scores

@@ -52,14 +52,18 @@ def check_quantiser(stored: str, wanted: str, source: str) -> None:
         raise SwiftgenError(
             f"weights quantised by {method} run in one process", "start it without torchrun, or use 16 bits"
         )
-    for logger in _TALKATIVE:
-        logging.getLogger(logger).setLevel(logging.ERROR)
     extra, modules = _PACKAGES.get(method, ("", ()))
     if missing := [module for module in modules if find_spec(module) is None]:
         raise SwiftgenError(
             f"weights quantised by {method} need the package {missing[0].replace('_', '-')}",
             f"pip install 'swiftgen[{extra}]'",
         )
+
+
+def quiet_libraries() -> None:
+    """From now on no warnings from libraries that quantise."""
+    for logger in _TALKATIVE:
+        logging.getLogger(logger).setLevel(logging.ERROR)
 
 
 def stored_method(config: Any) -> str:

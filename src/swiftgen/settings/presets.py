@@ -20,7 +20,6 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationError,
     model_validator,
@@ -36,6 +35,7 @@ from swiftgen.settings.files import (
     read_chain,
 )
 from swiftgen.settings.plans import PLAN_NAMES, PLANS, Plan, plan_name
+from swiftgen.settings.strict import Strict
 from swiftgen.system.errors import SwiftgenError
 from swiftgen.system.redaction import has_secret
 
@@ -55,13 +55,7 @@ def _setting(default: Any, allowed: str, **limits: Any) -> Any:
     return Field(default, description=allowed, **limits)
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
-    )
-
-
-class ModelSettings(_Strict):
+class ModelSettings(Strict):
     """Where the weights come from and how they are loaded."""
 
     source: str = _setting(
@@ -81,7 +75,7 @@ class ModelSettings(_Strict):
     attention: Literal["auto", "native", "sdpa", "flash"] = _setting("auto", "auto, native, sdpa or flash")
 
 
-class SamplerSettings(_Strict):
+class SamplerSettings(Strict):
     """How the next token is drawn; a filter at its default is off."""
 
     temperature: float = _setting(1.0, "a number, 0 (greedy) or more", ge=0)
@@ -92,7 +86,7 @@ class SamplerSettings(_Strict):
     min_tokens_to_keep: int = _setting(1, "a whole number, 1 or more", ge=1)
 
 
-class Preset(_Strict):
+class Preset(Strict):
     """All settings of a run; immutable, equal if all fields are."""
 
     name: str = _setting("unnamed", "text", min_length=1)
@@ -151,6 +145,17 @@ class Preset(_Strict):
                 f"{num_drafted_nodes(self):,} tokens a step, at most {MAX_DRAFTED_NODES:,} are possible"
             )
         return self
+
+
+IN_MEMORY = ("model", "heads", "long_context")
+"""Settings, a group among them, that decide what an engine holds in memory."""
+WITHOUT_EFFECT = ("name", "description", "model.sha256")
+"""Settings that say which run it is; the text, and its speed, are the same under any value."""
+
+
+def in_memory(preset: Preset) -> tuple[object, ...]:
+    """What an engine of a preset holds in memory: presets for which it is the same can share one."""
+    return tuple(getattr(preset, name) for name in IN_MEMORY)
 
 
 @dataclass(frozen=True)

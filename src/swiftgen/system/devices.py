@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import psutil
 import torch
 from torch import Tensor
 
 from swiftgen.system.cgroups import memory_left_bytes
+from swiftgen.system.cpuinfo import cpuinfo_lines
 from swiftgen.system.errors import SwiftgenError, first_line
 from swiftgen.system.ranks import num_local_ranks
 
@@ -113,11 +113,8 @@ def _cpu_has_bf16() -> bool:
     if hasattr(torch.cpu, "get_capabilities"):
         found = torch.cpu.get_capabilities()
         return any(found.get(unit) for unit in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
-    try:
-        words = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
-    except OSError:
-        return False
-    return not words.isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
+    words = " ".join(cpuinfo_lines()).split()
+    return any(unit in words for unit in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def free_bytes(device: torch.device) -> int:

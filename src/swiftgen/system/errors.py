@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from swiftgen.system.redaction import redacted
 
+EXIT_INTERRUPTED = 130  # what a shell reports for a program that SIGINT ended
+
 
 class SwiftgenError(Exception):
     """A failure the user can act on; the CLI prints it as one line plus a hint. Secrets are left out.
@@ -24,3 +26,8 @@ class SwiftgenError(Exception):
 def first_line(error: Exception) -> str:
     """The first line of an exception's text, or its type if it has none."""
     return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+
+
+def exit_code_of(interrupt: KeyboardInterrupt) -> int:
+    """With what a command ends: that of the signal, where the interrupt says which it was."""
+    return int(getattr(interrupt, "exit_code", EXIT_INTERRUPTED))

@@ -6,11 +6,11 @@ import os
 import platform
 import statistics
 import time
-from pathlib import Path
 
 import torch
 
 from swiftgen.system.cgroups import cpu_limits
+from swiftgen.system.cpuinfo import cpuinfo_lines
 from swiftgen.system.devices import free_bytes
 from swiftgen.system.errors import SwiftgenError
 
@@ -19,7 +19,6 @@ VECTOR_UNITS = (
     *("asimd", "sve", "i8mm", "bf16", "svebf16"),  # Arm
 )
 """Units that decide about speed, by their names in /proc/cpuinfo."""
-_CPUINFO = Path("/proc/cpuinfo")
 _READ_BYTES = {"cpu": 2**29, "cuda": 2**32}  # more than any cache holds, and long enough to time
 _NUM_READS = 9
 
@@ -66,10 +65,6 @@ def read_gb_per_s(device: torch.device | str = "cpu", num_bytes: int | None = No
 
 
 def _cpuinfo(key: str) -> str:
-    """The first value of a key; empty if there is none, or no such file."""
-    try:
-        lines = _CPUINFO.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return ""
-    found = (line.partition(":") for line in lines)
+    """The first value of a key; empty if there is none."""
+    found = (line.partition(":") for line in cpuinfo_lines())
     return next((value.strip() for name, _, value in found if name.strip() == key), "")

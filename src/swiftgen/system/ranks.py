@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -80,6 +80,7 @@ def call_on_others(function: Callable[..., object], *args: object) -> None:
 def follow() -> int:
     """What every rank but 0 does: wait for what to call, and call it, silently; returns the exit code."""
     with suppress(RankLost, SaidByLeader), _silenced(), watched():
+        _end_when_stuck()
         call: Any = of_leader(None)
         return int(call() or 0) if call else 0
     return 1
@@ -90,6 +91,7 @@ def leading() -> Iterator[None]:
     """What rank 0 does; if it calls nothing on the others, they end with it."""
     is_interrupted = False
     try:
+        _end_when_stuck()
         with watched():
             yield
     except KeyboardInterrupt:  # the others were interrupted too
@@ -185,12 +187,12 @@ def _gathered(value: T) -> list[T]:
 @contextmanager
 def _silenced() -> Iterator[None]:
     """Nothing is printed in the block; what it raises is reported with a voice again."""
-    with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        sys.stdout = sys.stderr = nowhere
-        try:
-            yield
-        finally:
-            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    with (
+        open(os.devnull, "w", encoding="utf-8") as nowhere,
+        redirect_stdout(nowhere),
+        redirect_stderr(nowhere),
+    ):
+        yield
 
 
 def _joined() -> Any:
@@ -204,7 +206,6 @@ def _joined() -> Any:
             backend = "cpu:gloo,cuda:nccl"
             torch.cuda.set_device(local_rank())
         dist.init_process_group(backend, timeout=_LOADING)
-        _end_when_stuck()
     return dist
 
 
@@ -213,7 +214,7 @@ def _end_when_stuck() -> None:
 
     A handler in Python runs when the wait is over, which that of a broken NCCL operation never is.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if num_ranks() == 1 or threading.current_thread() is not threading.main_thread():
         return
     heard, told = os.pipe()
     os.set_blocking(told, False)

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from swiftgen.engine import Engine, load
 from swiftgen.heads.files import HeadsInfo, save_heads
 from swiftgen.models.loading import load_weights
-from swiftgen.system.errors import SwiftgenError
+from swiftgen.system.errors import EXIT_INTERRUPTED, SwiftgenError
 from swiftgen.training.base import FrozenBase
 from swiftgen.training.evaluate import judge_for
 from swiftgen.training.plan import describe_plan, make_plan
@@ -40,7 +40,6 @@ from swiftgen.training.texts import (
 )
 from swiftgen.training.trainer import CHECKPOINT_FILE, Processes, StepReport, Trainer
 
-EXIT_INTERRUPTED = 130
 MAX_JUDGED = 16
 
 

@@ -132,8 +132,9 @@ def _rows(name: str, source: str, **options: Any) -> Iterator[str]:
     except SwiftgenError:
         raise
     except Exception as error:  # the library raises kinds of its own, of pyarrow and of its HTTP client
-        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise SwiftgenError(f"cannot read {name}: {reason}", "check the file or the network") from error
+        raise SwiftgenError(
+            f"cannot read {name}: {first_line(error)}", "check the file or the network"
+        ) from error
 
 
 def _text_of(row: Any, where: str) -> str:
