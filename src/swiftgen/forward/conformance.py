@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from swiftgen.forward.cache import BLOCK_TOKENS, FullCache
 from swiftgen.forward.target import Target
-from swiftgen.models.architectures import SUPPORTED, layer_windows
+from swiftgen.models.architectures import FAMILIES, layer_windows
 from swiftgen.system.errors import SwiftgenError, first_line
 
 _NUM_TOKENS = BLOCK_TOKENS + 32  # past a block boundary
@@ -33,7 +33,7 @@ def checked_target(model: PreTrainedModel, attention: str = "auto") -> Target:
     Raises:
         SwiftgenError: if the family is not a known one and its logits are others than those of transformers.
     """
-    if model.config.model_type in SUPPORTED:
+    if model.config.model_type in FAMILIES:
         return Target(model, attention)
     family = model.config.model_type
     token_ids = [(7919 * i + 13) % model.config.vocab_size for i in range(_NUM_TOKENS)]
@@ -93,4 +93,4 @@ def _distance(actual: Tensor, expected: Tensor) -> float:
 
 
 def _advice() -> str:
-    return f"Families that are known to work: {', '.join(SUPPORTED)}."
+    return f"Families that are known to work: {', '.join(FAMILIES)}."

@@ -2,8 +2,8 @@
 
 At a few rows a pass spends more time starting operations than computing. A fused layer does what the
 model's own does with one matrix product for q, k and v, one for gate and up, and three operations for
-RoPE. The model's classes stay as they are; only loaded modules are replaced, and only where their class is
-known to compute this, with the parts expected here (Llama, Mistral, Qwen2, Qwen3).
+RoPE. The model's classes stay as they are; only loaded modules are replaced, and only where their family is
+known to compute this (`architectures.Family.has_plain_layers`), with the parts expected here.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from torch.nn.functional import rms_norm
 
 from swiftgen.forward.attention import TreePass, attend
 from swiftgen.forward.linear import MakeLinear, QuantisedLinear, is_plain
+from swiftgen.models.architectures import has_plain_layers
 from swiftgen.models.gguf_weights import QuantisedWeight, attach, quantised_of
 from swiftgen.native.kernels import Kernels
 from swiftgen.native.structs import DecoderLayer, Heads
 
-_PLAIN_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
-"""Classes whose `forward` is the plain one: others have the same parts and scale a sum, or leave RoPE out."""
 _PARTS = {
     "": {"input_layernorm", "post_attention_layernorm", "self_attn", "mlp"},
     "self_attn": {"q_proj", "k_proj", "v_proj", "o_proj"},
@@ -204,7 +203,7 @@ def fuse_layers(base: Any, head_dim: int, make_linear: MakeLinear, kernels: Kern
     Returns:
         Whether they were replaced.
     """
-    if not all(_fits(layer) for layer in base.layers):
+    if not (has_plain_layers(base.config) and all(map(_fits, base.layers))):
         return False
     is_native = kernels is not None and all(_is_silu(layer.mlp.act_fn) for layer in base.layers)
     for index, layer in enumerate(base.layers):
@@ -222,8 +221,6 @@ def _is_silu(act: nn.Module) -> bool:
 
 
 def _fits(layer: nn.Module) -> bool:
-    if type(layer).__name__ not in _PLAIN_LAYERS:
-        return False
     if not all(is_plain(module) for name, module in layer.named_modules() if name.endswith("_proj")):
         return False
     for name, parts in _PARTS.items():

@@ -26,7 +26,7 @@ from swiftgen.forward.native_pass import NativePass
 from swiftgen.forward.spans import SpanPrefix, best_prefix
 from swiftgen.forward.static_pass import StaticPass, StaticPasses
 from swiftgen.forward.tree import DraftTree
-from swiftgen.models.architectures import head_dim, layer_windows, logits_rule
+from swiftgen.models.architectures import head_dim, layer_windows, logits_rule, take_final_norm
 from swiftgen.models.libraries import library_of
 from swiftgen.models.tensor_parallel import num_kv_heads
 from swiftgen.native.build import kernels_for
@@ -90,8 +90,7 @@ class Target:
         model.set_attn_implementation(ATTENTION_NAME)
         use_independent_experts(model)
         self._base: nn.Module = model.base_model
-        self._norm: nn.Module = self._base.norm
-        self._base.norm = nn.Identity()
+        self._norm = take_final_norm(self._base)
         kernels = kernels_for(attention, self.device, self.dtype, head_dim(self.config))
         make_linear = linear_maker(self.device, self.dtype, kernels)
         self.windows = layer_windows(self.config)
