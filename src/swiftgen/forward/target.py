@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from swiftgen.forward.attention import ATTENTION_NAME, TreePass, new_tree_pass, prefix_kernel, tree_attention
+from swiftgen.forward.attention import ATTENTION_NAME, new_tree_pass, prefix_kernel, tree_attention
 from swiftgen.forward.cache import BLOCK_TOKENS, CacheShape, FullCache, KVCache
 from swiftgen.forward.experts import use_independent_experts
 from swiftgen.forward.layers import NativeLayer, NativeStack, fuse_layers
 from swiftgen.forward.linear import PackedLinear, QuantisedLinear, linear_maker, replace_linears
 from swiftgen.forward.native_pass import NativePass
+from swiftgen.forward.passes import Pass
 from swiftgen.forward.spans import SpanPrefix, best_prefix
 from swiftgen.forward.static_pass import StaticPass, StaticPasses
 from swiftgen.forward.tree import DraftTree
@@ -235,9 +236,7 @@ class Target:
         hidden = self._run(send(token_ids, self.device), positions, tree_pass)
         return PassOutput(hidden[0, :live], tree_pass.stacked_queries()[:, :, :, :live])
 
-    def _run(
-        self, token_ids: Tensor, positions: Tensor, tree_pass: TreePass | NativePass | StaticPass
-    ) -> Tensor:
+    def _run(self, token_ids: Tensor, positions: Tensor, tree_pass: Pass) -> Tensor:
         """Hidden states before the final norm, `[1, T, hidden]`, of tokens and positions `[1, T]`."""
         base: Any = self._base
         if not self._fused:
@@ -252,9 +251,7 @@ class Target:
             hidden = layer(hidden, position_embeddings=rotary, tree_pass=tree_pass)
         return hidden
 
-    def _new_pass(
-        self, cache: KVCache, visible: Tensor, positions: Tensor, is_prefill: bool
-    ) -> TreePass | NativePass:
+    def _new_pass(self, cache: KVCache, visible: Tensor, positions: Tensor, is_prefill: bool) -> Pass:
         """A pass over the last T rows of a tree, see `attention.new_tree_pass`."""
         if self._kernels:
             num_rows, num_so_far = visible.shape
