@@ -13,7 +13,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 ROWS = (2, 8, 16, 32, 64)
@@ -153,7 +153,7 @@ def kernels_per_layer() -> int:
     from swiftgen.forward.spans import SpanPrefix
     from swiftgen.forward.target import Target
     from swiftgen.forward.tree import DraftTree
-    from tiny import tiny_model
+    from tiny import backend_for, tiny_model
 
     def one_kernel(q: Any, k: Any, v: Any, lengths: Any, scale: float, softcap: float) -> Any:
         queries = q.expand(len(k), -1, -1, -1).contiguous()
@@ -163,8 +163,8 @@ def kernels_per_layer() -> int:
     for num_layers in (1, 2):
         model = tiny_model("llama")
         model.model.layers = model.model.layers[:num_layers]
-        target = Target(model, "sdpa", static=True)
-        target._static_prefix = SpanPrefix(one_kernel, "")
+        backend = replace(backend_for(model, "sdpa"), static_prefix=SpanPrefix(one_kernel, ""))
+        target = Target(model, backend)
         cache = FullCache(target.cache_shape, 20 * SPAN_TOKENS)
         cache.length = 16 * SPAN_TOKENS
         target.forward(DraftTree(0, 0), cache.length, cache, 8)

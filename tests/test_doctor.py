@@ -23,7 +23,8 @@ from swiftgen.doctor.command import Diagnosis, DoctorRequest, diagnose, show
 from swiftgen.doctor.findings import Finding, run_checks
 from swiftgen.forward import attention
 from swiftgen.forward import memory as limits
-from swiftgen.forward.exactness import Exactness, arithmetic_of
+from swiftgen.forward.arithmetic import arithmetic_of
+from swiftgen.forward.exactness import Exactness
 from swiftgen.forward.memory import MemoryEstimate, check_memory
 from swiftgen.forward.target import Target
 from swiftgen.heads.files import HeadsInfo, save_heads
@@ -34,7 +35,7 @@ from swiftgen.system import machine
 from swiftgen.system.errors import SwiftgenError
 from test_engine import HIDDEN_SIZE, MAX_POSITIONS, cache, preset_file  # noqa: F401 (fixtures)
 from test_models import VOCAB_SIZE, tiny_config, tiny_model, tiny_tokenizer, write_gguf
-from tiny import FAMILIES
+from tiny import FAMILIES, backend_for
 from tiny import tiny_model as tiny_family
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -408,8 +409,9 @@ class TestExactness:
         self, family: str, dtype: torch.dtype, attention: str
     ):
         model = tiny_family(family, dtype)
-        expected = arithmetic_of(model.config, dtype, CPU, attention)
-        assert expected == Target(model, attention).arithmetic
+        backend = backend_for(model, attention)
+        expected = arithmetic_of(model.config, dtype, CPU, backend)
+        assert expected == Target(model, backend).arithmetic
 
 
 class TestFailures:

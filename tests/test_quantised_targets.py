@@ -17,15 +17,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 
 from swiftgen.cli.app import main
 from swiftgen.document.document import read_tokens
-from swiftgen.forward.exactness import choose_pass_sizes
 from swiftgen.forward.linear import is_plain
-from swiftgen.forward.target import Target
 from swiftgen.models import libraries as quantisers
 from swiftgen.models.libraries import check_quantiser, stored_method
 from swiftgen.models.loading import load_model, open_model
 from swiftgen.system.errors import SwiftgenError
 from test_models import ALPHABET, GGUF_NAMES, gguf_writer, preset_for, tiny_tokenizer
-from tiny import ar_planner, run, sampler
+from tiny import ar_planner, new_target, run, sampler, sized_target
 
 VOCAB_SIZE = len(ALPHABET) + 2
 SIZES = {
@@ -87,13 +85,11 @@ class TestALibrarysLayers:
                 (layer.self_attn, each) for each in ("q_proj", "k_proj", "v_proj", "o_proj")
             ] + [(layer.mlp, each) for each in ("gate_proj", "up_proj", "down_proj")]:
                 setattr(part, name, Halves(getattr(part, name)))
-        target = Target(model)
+        target = new_target(model)
         assert sum(isinstance(module, Halves) for module in model.modules()) == 14
         assert not target.arithmetic["fused_layers"]
         assert target.arithmetic["linears"] == "Halves of test_quantised_targets "
-        exactness = choose_pass_sizes(target)
-        assert exactness.lossless
-        target.pass_sizes = exactness.pass_sizes
+        target = sized_target(target)
         written = run(target, ar_planner(target), sampler(), [1, 2, 3], 20)
         ids = torch.tensor([[1, 2, 3, *written.token_ids]])
         target._base.norm = target._norm

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from swiftgen.forward.cache import CacheView, KVCache
 from swiftgen.forward.passes import TorchPass
-from swiftgen.forward.spans import best_prefix
 from swiftgen.forward.tail import tail_scores
 from swiftgen.system.devices import send
-from swiftgen.system.errors import SwiftgenError, first_line
+from swiftgen.system.errors import SwiftgenError
 
 ATTENTION_NAME = "swiftgen"
 SPLIT_PREFIX_TOKENS = 1024
@@ -206,24 +205,6 @@ def sdpa_prefix(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float = 
     lse = torch.logsumexp(scores, dim=-1)
     out = torch.bmm(torch.exp(scores - lse.unsqueeze(-1)), v.float())
     return out.unsqueeze(1), lse.unsqueeze(1)
-
-
-def prefix_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim: int = 128) -> PrefixKernel:
-    """The prefix kernel for a preset's `model.attention` (auto, sdpa or flash) on this device.
-
-    Raises:
-        SwiftgenError: If flash-attn is asked for and is not installed, or cannot run on this device or dtype.
-    """
-    if device.type == "cpu" and name != "flash":
-        return cpu_prefix
-    try:
-        return best_prefix(name, device, dtype, head_dim)
-    except ImportError as error:
-        raise SwiftgenError(
-            f"attention 'flash' cannot run here: {first_line(error)}",
-            "install flash-attn for this PyTorch (the extra 'flash'; see docs/gpu.md), "
-            "or use `--set model.attention=auto`",
-        ) from error
 
 
 def flash_attn_installed() -> bool:

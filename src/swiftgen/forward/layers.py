@@ -166,7 +166,7 @@ def fuse_layers(base: Any, head_dim: int, make_linear: MakeLinear, kernels: Kern
     """
     if not (has_plain_layers(base.config) and all(map(_fits, base.layers))):
         return False
-    is_native = kernels is not None and all(_is_silu(layer.mlp.act_fn) for layer in base.layers)
+    is_native = kernels is not None and all(is_silu(layer.mlp.act_fn) for layer in base.layers)
     for index, layer in enumerate(base.layers):
         parts = layer, index, head_dim, make_linear
         base.layers[index] = NativeLayer(*parts, kernels) if is_native and kernels else FusedLayer(*parts)
@@ -176,7 +176,8 @@ def fuse_layers(base: Any, head_dim: int, make_linear: MakeLinear, kernels: Kern
     return True
 
 
-def _is_silu(act: nn.Module) -> bool:
+def is_silu(act: nn.Module) -> bool:
+    """Whether an activation is the one that the native kernels have."""
     x = torch.linspace(-3, 3, 7)
     return torch.equal(act(x), torch.nn.functional.silu(x))
 
