@@ -152,6 +152,28 @@ def test_results_belong_to_the_caller():
         assert torch.equal(mine, before)
 
 
+def test_a_run_that_failed_leaves_nothing_to_the_next(monkeypatch: pytest.MonkeyPatch):
+    """As where a graph cannot be captured."""
+    target = static_target()
+    cache = new_cache(target, 10)
+    passes = target._static_passes(cache)
+    assert passes is not None
+    static = passes._pass(8, 0, 0)
+    static.fill(DraftTree(3, 0), 0)
+    expected, compute = static.run(), static._compute
+
+    def failing(*inputs: object) -> object:
+        compute(*inputs)  # type: ignore[arg-type]
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(static, "_compute", failing)
+        with pytest.raises(RuntimeError, match="not permitted"):
+            static.run()
+    for mine, others in zip(static.run(), expected, strict=True):
+        assert torch.equal(mine, others)
+
+
 @DTYPES
 def test_no_pass_waits_for_the_device(dtype: torch.dtype):
     target = static_target("llama", dtype)

@@ -194,6 +194,7 @@ class StaticPass(TorchPass):
         seen = self._inputs["seen"].repeat(self._group, 1)
         mask = torch.zeros(seen.shape, dtype=torch.float64, device=seen.device)
         self._mask = mask.masked_fill_(~seen, float("-inf")).unsqueeze(0)
+        self._queries = []  # a capture that failed has left some
         hidden, logits = self._compute(self._inputs["token_ids"], self._inputs["positions"], self)
         queries = self.stacked_queries()
         self._queries = []  # a graph must not keep those of each layer
