@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from support.tiny import (
     VOCAB_SIZE,
     ar_planner,
     new_cache,
+    new_target,
     ready_heads,
     run,
     sampler,
@@ -26,7 +28,6 @@ from swiftgen.decoding.drafters.self_draft import SelfDrafter
 from swiftgen.decoding.planner import Planner
 from swiftgen.forward.cache import BLOCK_TOKENS, PartialCache
 from swiftgen.forward.exactness import choose_pass_sizes, known_exactness
-from swiftgen.forward.target import Target
 from swiftgen.forward.tree import DraftTree
 
 SAMPLERS = {
@@ -133,7 +134,7 @@ def test_a_tree_larger_than_the_largest_pass_takes_several(attention: str) -> No
 
 
 def test_check_finds_a_target_whose_rows_depend_on_each_other() -> None:
-    target = Target(tiny_model())
+    target = new_target(tiny_model())
     honest = target.normed
     target.normed = lambda hidden: honest(hidden) + hidden.mean()  # type: ignore[method-assign]
     unembed = target.unembed
@@ -144,7 +145,7 @@ def test_check_finds_a_target_whose_rows_depend_on_each_other() -> None:
 
 def test_the_check_is_made_once_and_times_every_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWIFTGEN_CACHE", str(tmp_path))
-    target = Target(tiny_model())
+    target = new_target(tiny_model())
     found = known_exactness(target, "weights-1")
     assert len(found.pass_seconds) == len(found.pass_sizes)
     assert all(0 < seconds < 10 for seconds in found.pass_seconds)
@@ -158,12 +159,12 @@ def test_the_check_is_made_once_and_times_every_size(tmp_path: Path, monkeypatch
 
 
 def test_check_reports_when_no_size_is_exact() -> None:
-    target = Target(tiny_model())
+    target = new_target(tiny_model())
     forward = target.forward
 
     def noisy(*args, **kwargs):  # type: ignore[no-untyped-def]
         output = forward(*args, **kwargs)
-        return type(output)(output.hidden + torch.randn_like(output.hidden), output.queries)
+        return replace(output, hidden=output.hidden + torch.randn_like(output.hidden))
 
     target.forward = noisy  # type: ignore[method-assign]
     found = choose_pass_sizes(target)
@@ -172,11 +173,11 @@ def test_check_reports_when_no_size_is_exact() -> None:
 
 
 def test_check_finds_an_lm_head_whose_rows_depend_on_their_neighbours() -> None:
-    target = Target(tiny_model())
+    target = new_target(tiny_model())
     honest = target._lm_head
     target._lm_head = lambda rows: honest(rows) + rows.mean()  # type: ignore[assignment]
     assert not choose_pass_sizes(target).lossless
 
 
 def test_check_works_on_the_smallest_vocabulary() -> None:
-    assert choose_pass_sizes(Target(tiny_model(vocab_size=5))).lossless
+    assert choose_pass_sizes(new_target(tiny_model(vocab_size=5))).lossless

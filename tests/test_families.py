@@ -11,15 +11,25 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from support.drafting import AdversarialPlanner, drafters
-from support.tiny import VARIANTS, VOCAB_SIZE, ar_planner, new_cache, run, sampler, tiny_model, tiny_target
+from support.tiny import (
+    VARIANTS,
+    VOCAB_SIZE,
+    ar_planner,
+    backend_for,
+    new_cache,
+    new_target,
+    run,
+    sampler,
+    tiny_model,
+    tiny_target,
+)
 from swiftgen.decoding.decode import decode
 from swiftgen.decoding.drafters.self_draft import SelfDrafter
 from swiftgen.decoding.planner import Planner
+from swiftgen.forward.arithmetic import arithmetic_of
 from swiftgen.forward.cache import PartialCache
 from swiftgen.forward.conformance import checked_target
-from swiftgen.forward.exactness import arithmetic_of
 from swiftgen.forward.experts import all_rows_experts, batched_experts
-from swiftgen.forward.target import Target
 from swiftgen.forward.tree import DraftTree
 from swiftgen.models.architectures import check_supported, layer_windows
 from swiftgen.models.positions import planned_config, usable_positions
@@ -53,7 +63,7 @@ def test_drafts_change_nothing(name: str, dtype: torch.dtype) -> None:
 def test_logits_are_those_of_transformers(name: str) -> None:
     model = tiny_model(name, planned_tokens=LENGTH)
     expected = own_logits(model, PROMPT)
-    target = Target(model)
+    target = new_target(model)
     cache = new_cache(target, len(PROMPT))
     last_block = target.prefill(PROMPT[:-1], cache)
     assert last_block is not None
@@ -121,11 +131,12 @@ class TestWindows:
         [("qwen2, window 200", "cpu_prefix", True), ("gemma2", "cpu_prefix", False)],
     )
     def test_the_arithmetic_is_known_before(self, name: str, attention: str, fused: bool):
-        config = tiny_model(name).config
+        model = tiny_model(name)
         expected = tiny_target(name).arithmetic
         assert expected["attention"] == attention
         assert expected["fused_layers"] == fused
-        assert arithmetic_of(config, torch.float32, torch.device("cpu"), "auto") == expected
+        backend = backend_for(model)
+        assert arithmetic_of(model.config, torch.float32, torch.device("cpu"), backend) == expected
 
 
 class TestPositions:
@@ -227,14 +238,15 @@ class TestTried:
     def test_one_that_computes_what_transformers_does(self):
         model = unknown_model("starcoder2", sliding_window=200)
         expected = own_logits(model, [*PROMPT, *PROMPT])
-        target = checked_target(model)
+        target = checked_target(model, backend_for(model))
         assert target.windows == (200, 200)
         output = target.prefill([*PROMPT, *PROMPT], new_cache(target, 480))
         assert output is not None
         assert_close(target.logits(output.hidden), expected[-len(output.hidden) :])
 
     def test_one_whose_logits_are_scaled(self):
-        checked_target(unknown_model("cohere", logit_scale=0.3))
+        model = unknown_model("cohere", logit_scale=0.3)
+        checked_target(model, backend_for(model))
 
     def test_one_that_computes_something_else(self):
         model = unknown_model("starcoder2", sliding_window=None)
@@ -247,16 +259,17 @@ class TestTried:
 
         model.forward = scaled
         with pytest.raises(SwiftgenError, match=r"'starcoder2' is not supported: its logits are .*% from"):
-            checked_target(model)
+            checked_target(model, backend_for(model))
 
     def test_one_with_attention_sinks(self):
+        model = unknown_model("gpt_oss", head_dim=8, num_local_experts=4)
         with pytest.raises(SwiftgenError, match="attention sinks"):
-            checked_target(unknown_model("gpt_oss", head_dim=8, num_local_experts=4))
+            checked_target(model, backend_for(model))
 
     def test_one_that_is_built_otherwise(self):
         model = unknown_model("olmo3", sliding_window=200)
         del model.base_model.norm
         model.base_model.last_norm = torch.nn.Identity()
         with pytest.raises(SwiftgenError, match="'olmo3' is not supported") as caught:
-            checked_target(model)
+            checked_target(model, backend_for(model))
         assert "\n" not in caught.value.message

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from support.drafting import RandomDrafter
-from support.tiny import ar_planner, run, sampler
+from support.tiny import ar_planner, new_target, run, sampler, sized_target
 from swiftgen.decoding.decode import StepEvent, decode
 from swiftgen.decoding.planner import Planner
 from swiftgen.decoding.plans import max_tree_rows, run_memory
@@ -65,11 +65,7 @@ _targets: dict[torch.dtype, Target] = {}
 
 def gpu_target(dtype: torch.dtype) -> Target:
     if dtype not in _targets:
-        target = Target(model(dtype))
-        exactness = choose_pass_sizes(target)
-        assert exactness.lossless, "no number of rows reproduces a row"
-        target.pass_sizes = exactness.pass_sizes
-        _targets[dtype] = target
+        _targets[dtype] = sized_target(new_target(model(dtype)))
     return _targets[dtype]
 
 
@@ -106,7 +102,7 @@ def test_a_graph_computes_what_the_pass_computes_without(dtype: torch.dtype):
         output = target.forward(DraftTree(3, 0), cache.length, cache)
         captured = [static._graph is not None for static in passes._passes.values()]
         assert captured == [with_graph]
-        results.append((target.logits_of(output), output.hidden, output.queries))
+        results.append((output.logits(), output.hidden, output.queries))
     for mine, others in zip(*results, strict=True):
         assert torch.equal(mine, others)
 
@@ -208,8 +204,8 @@ def test_the_estimate_of_the_memory_is_right_within_5_percent():
     large = model(torch.bfloat16, **settings)
     num_bytes = sum(parameter.numel() for parameter in large.parameters()) * 2
     estimate = run_memory(preset, large.config, num_bytes, num_tokens, torch.bfloat16, CUDA)
-    target = Target(large)
-    target.pass_sizes = choose_pass_sizes(target).pass_sizes
+    target = new_target(large)
+    target = target.with_pass_sizes(choose_pass_sizes(target).pass_sizes)
     torch.cuda.empty_cache()
     cache = FullCache(target.cache_shape, num_tokens + max_tree_rows(preset))
     cache.keys.zero_(), cache.values.zero_()

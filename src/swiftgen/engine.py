@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 
@@ -20,7 +20,7 @@ from swiftgen.decoding.drafters.heads import ReadyHeads
 from swiftgen.decoding.plans import max_tree_rows, new_planner, run_memory
 from swiftgen.decoding.replay import Mismatch, replay
 from swiftgen.decoding.sampling import Sampler
-from swiftgen.forward.attention import prefix_kernel
+from swiftgen.forward.backend import Backend, choose_backend
 from swiftgen.forward.cache import BLOCK_TOKENS, FullCache
 from swiftgen.forward.conformance import checked_target
 from swiftgen.forward.exactness import Exactness, known_exactness
@@ -31,17 +31,12 @@ from swiftgen.heads.modules import DraftHeads
 from swiftgen.models.architectures import head_dim
 from swiftgen.models.loading import LoadedModel, load_weights, open_model
 from swiftgen.models.positions import planned_config
-from swiftgen.native.build import kernels_for
-from swiftgen.native.kernels import Kernels
 from swiftgen.settings.presets import Preset, in_memory, load_preset
 from swiftgen.system import ranks
 from swiftgen.system.devices import memory_errors
 from swiftgen.system.errors import SwiftgenError
 from swiftgen.text.alphabets import foreign_tokens
 from swiftgen.text.stream import TextStream
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 PrefillCallback = Callable[[int, int], None]
 
@@ -162,41 +157,30 @@ class Engine:
             if is_loaded:
                 return
             # What can be refused is refused before minutes of loading.
-            prefix_kernel(preset.model.attention, opened.device, opened.dtype, head_dim(config))
-            kernels = kernels_for(preset.model.attention, opened.device, opened.dtype, head_dim(config))
-            heads = None
-            if preset.lacks_heads:
-                raise SwiftgenError("the preset has no draft heads", "set `heads`, or draft otherwise")
-            if preset.heads:
-                heads, info = load_heads(preset.heads)
-                check_heads(heads, info, preset.heads, config.hidden_size, config.vocab_size)
+            backend, heads = self._backend, self._draft_heads()
         self._ready = None  # before the new weights come
         with memory_errors(opened.device, "loading", "Free memory of the GPU, or use a smaller model."):
-            self._ready = self._loaded(config, reach, stretch, heads, kernels)
+            with ranks.together():
+                loaded = load_weights(opened, reach, stretch)
+            self._ready = _made_ready(loaded, heads, backend)
 
-    def _loaded(
-        self,
-        config: PretrainedConfig,
-        reach: int,
-        stretch: bool,
-        heads: DraftHeads | None,
-        kernels: Kernels | None,
-    ) -> _Ready:
-        preset, opened = self.preset, self.opened
-        with ranks.together():
-            loaded = load_weights(opened, reach, stretch)
-        ready_heads = None
-        if heads:
-            model = loaded.model
-            ready_heads = ReadyHeads(
-                heads, model.get_input_embeddings(), model.get_output_embeddings(), kernels
-            )
-        target = checked_target(loaded.model, preset.model.attention)
-        exactness = known_exactness(target, loaded.fingerprint)
-        target.pass_sizes = exactness.pass_sizes
-        if opened.device.type == "cuda":
-            torch.cuda.empty_cache()  # joining weights has left pieces in which no KV cache fits
-        return _Ready(loaded, target, ready_heads, exactness)
+    @cached_property
+    def _backend(self) -> Backend:
+        """What computes the passes."""
+        opened = self.opened
+        asked, width = self.preset.model.attention, head_dim(opened.config)
+        return choose_backend(asked, opened.device, opened.dtype, width)
+
+    def _draft_heads(self) -> DraftHeads | None:
+        """The preset's, which fit the model."""
+        preset, config = self.preset, self.opened.config
+        if not preset.heads:
+            if preset.lacks_heads:
+                raise SwiftgenError("the preset has no draft heads", "set `heads`, or draft otherwise")
+            return None
+        heads, info = load_heads(preset.heads)
+        check_heads(heads, info, preset.heads, config.hidden_size, config.vocab_size)
+        return heads
 
     def stream(
         self,
@@ -227,7 +211,9 @@ class Engine:
             )
         prompt_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         self.prepare(len(prompt_ids), num_tokens)
-        return self._decode(prompt_ids, num_tokens, seed, on_prefill, list(written))
+        written = list(written)
+        begin = partial(self._begin, prompt_ids, num_tokens, seed, on_prefill, written)
+        return self._with_text(begin, written)
 
     def replay(self, token_ids: Sequence[int], num_prompt_tokens: int, seed: int) -> Iterator[int | Mismatch]:
         """Compare a text, prompt first, with what `stream` writes after its prompt; call `prepare` first.
@@ -261,32 +247,49 @@ class Engine:
         Raises:
             SwiftgenError: if the preset suppresses tokens the model does not have.
         """
-        preset = self.preset
-        opened = self.opened
-        kernels = kernels_for(preset.model.attention, opened.device, opened.dtype, head_dim(opened.config))
+        preset, kernels = self.preset, self._backend.kernels
         return Sampler(preset.sampler, seed, preset.W, preset.theta, self.suppressed_ids, kernels)
 
-    def _decode(
+    def _with_text(
+        self, begin: Callable[[], Iterator[StepEvent]], written: Sequence[int]
+    ) -> Iterator[StepEvent]:
+        """The steps with their text; the KV cache is made when the first is asked for."""
+        device = self._prepared.target.device
+        hint = (
+            "What is written is kept. Free memory of the GPU and go on with `swiftgen resume FILE`, with "
+            "fewer --tokens if need be. A smaller kv_budget, k or tree also needs less."
+        )
+        with memory_errors(device, "making the KV cache", hint):
+            events = begin()
+        stream = TextStream(self.tokenizer)
+        stream.push(written)
+        while True:
+            with memory_errors(device, "writing", hint):
+                event = next(events, None)
+            if event is None:
+                return
+            text = stream.push(event.token_ids)
+            if event.stop_reason:
+                text += stream.finish()
+            yield replace(event, text=text)
+
+    def _begin(
         self,
         prompt_ids: list[int],
         num_tokens: int,
         seed: int,
         on_prefill: PrefillCallback | None,
-        written: list[int],
+        written: Sequence[int],
     ) -> Iterator[StepEvent]:
-        preset, target = self.preset, self._prepared.target
-        sampler = self.sampler(seed)
-        hint = (
-            "What is written is kept. Free memory of the GPU and go on with `swiftgen resume FILE`, with "
-            "fewer --tokens if need be. A smaller kv_budget, k or tree also needs less."
-        )
-        with memory_errors(target.device, "making the KV cache", hint):
-            cache = FullCache(target.cache_shape, len(prompt_ids) + num_tokens + max_tree_rows(preset))
-            heads = self._prepared.heads if preset.heads else None
-            pass_seconds = self._prepared.exactness.pass_seconds
-            planner = new_planner(preset, target, sampler, heads, seed, cache.capacity, pass_seconds)
+        """The steps of a run, for which all is there."""
+        preset, ready = self.preset, self._prepared
+        target, sampler = ready.target, self.sampler(seed)
+        cache = FullCache(target.cache_shape, len(prompt_ids) + num_tokens + max_tree_rows(preset))
+        heads = ready.heads if preset.heads else None
+        pass_seconds = ready.exactness.pass_seconds
+        planner = new_planner(preset, target, sampler, heads, seed, cache.capacity, pass_seconds)
         total = len(prompt_ids) + len(written) - 1
-        events = decode(
+        return decode(
             target,
             planner,
             sampler,
@@ -297,17 +300,6 @@ class Engine:
             on_prefill=(lambda done: on_prefill(done, total)) if on_prefill else None,
             written=written,
         )
-        stream = TextStream(self.tokenizer)
-        stream.push(written)
-        while True:
-            with memory_errors(target.device, "writing", hint):
-                event = next(events, None)
-            if event is None:
-                return
-            text = stream.push(event.token_ids)
-            if event.stop_reason:
-                text += stream.finish()
-            yield replace(event, text=text)
 
     @cached_property
     def suppressed_ids(self) -> set[int]:
@@ -343,3 +335,16 @@ class Engine:
         if self._ready is None:
             raise RuntimeError("call prepare() first")
         return self._ready
+
+
+def _made_ready(loaded: LoadedModel, heads: DraftHeads | None, backend: Backend) -> _Ready:
+    """What a loaded model and its heads become, once for all streams."""
+    ready_heads = None
+    if heads:
+        parts = loaded.model.get_input_embeddings(), loaded.model.get_output_embeddings()
+        ready_heads = ReadyHeads(heads, *parts, backend.kernels)
+    target = checked_target(loaded.model, backend)
+    exactness = known_exactness(target, loaded.fingerprint)
+    if loaded.device.type == "cuda":
+        torch.cuda.empty_cache()  # joining weights has left pieces in which no KV cache fits
+    return _Ready(loaded, target.with_pass_sizes(exactness.pass_sizes), ready_heads, exactness)

@@ -10,12 +10,13 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from support.tiny import new_cache, tiny_model
+from support.tiny import new_cache, new_target, tiny_model
 from swiftgen.decoding.decode import decode
 from swiftgen.decoding.planner import Planner
 from swiftgen.decoding.sampling import History, Sampler
@@ -51,7 +52,6 @@ class MemoTarget:
     def __init__(self, target: Target) -> None:
         self._target = target
         self._outputs: dict[object, PassOutput] = {}
-        self._logits: dict[int, Tensor] = {}
         self.history = History(0)
 
     def prefill(self, token_ids: list[int], cache: FullCache, on_progress: object) -> None:
@@ -65,15 +65,12 @@ class MemoTarget:
             fresh = new_cache(self._target, position)
             self._target.prefill(before_root, fresh)
             output = self._target.forward(tree, position, fresh)
-            self._outputs[key] = output
-            self._logits[id(output.hidden)] = self._target.logits(output.hidden)
+            logits = output.logits()
+            self._outputs[key] = replace(output, logits=logits.clone)
         return self._outputs[key]
 
     def make_ready(self, cache: FullCache) -> None:
         """Nothing to prepare."""
-
-    def logits_of(self, output: PassOutput) -> Tensor:
-        return self._logits[id(output.hidden)].clone()
 
 
 class BiasedSampler(Sampler):
@@ -124,9 +121,7 @@ def probabilities(theta: float = 1.0, W: int = 0) -> dict[tuple[int, ...], float
 def target() -> Iterator[Target]:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tensors of five columns: waking a second thread takes longer than the work
-    target = Target(tiny_model(vocab_size=VOCAB_SIZE))
-    target.pass_sizes = (64,)
-    yield target
+    yield new_target(tiny_model(vocab_size=VOCAB_SIZE)).with_pass_sizes((64,))
     torch.set_num_threads(num_threads)
 
 

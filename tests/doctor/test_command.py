@@ -26,7 +26,7 @@ from support.model_files import (
     tiny_tokenizer,
     write_gguf,
 )
-from support.tiny import FAMILIES
+from support.tiny import FAMILIES, backend_for
 from support.tiny import tiny_model as tiny_family
 from swiftgen.cli.app import main
 from swiftgen.decoding.plans import run_memory
@@ -35,7 +35,8 @@ from swiftgen.doctor.command import Diagnosis, DoctorRequest, diagnose, show
 from swiftgen.doctor.findings import Finding, run_checks
 from swiftgen.forward import attention
 from swiftgen.forward import memory as limits
-from swiftgen.forward.exactness import Exactness, arithmetic_of
+from swiftgen.forward.arithmetic import arithmetic_of
+from swiftgen.forward.exactness import Exactness
 from swiftgen.forward.memory import MemoryEstimate, check_memory
 from swiftgen.forward.target import Target
 from swiftgen.heads.files import HeadsInfo, save_heads
@@ -410,8 +411,9 @@ class TestExactness:
         self, family: str, dtype: torch.dtype, attention: str
     ):
         model = tiny_family(family, dtype)
-        expected = arithmetic_of(model.config, dtype, CPU, attention)
-        assert expected == Target(model, attention).arithmetic
+        backend = backend_for(model, attention)
+        expected = arithmetic_of(model.config, dtype, CPU, backend)
+        assert expected == Target(model, backend).arithmetic
 
 
 class TestFailures:

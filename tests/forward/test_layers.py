@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from support.tiny import FAMILIES, new_cache, tiny_model
+from support.tiny import FAMILIES, new_cache, new_target, tiny_model
 from swiftgen.forward.layers import FusedLayer, NativeLayer, fuse_layers
-from swiftgen.forward.target import Target
 
 TOKENS = [(5 * i * i + 3) % 97 for i in range(200)]
 
@@ -24,7 +23,7 @@ def test_target_agrees_with_the_unmodified_model(family: str, attention: str) ->
             if name.endswith("bias"):
                 nn.init.normal_(parameter)
     expected = copy.deepcopy(model)(torch.tensor([TOKENS])).logits[0, -1]
-    target = Target(model, attention)
+    target = new_target(model, attention)
     expected_class = NativeLayer if attention == "native" else FusedLayer
     assert all(type(layer) is expected_class for layer in model.base_model.layers)
     output = target.prefill(TOKENS, new_cache(target, len(TOKENS)))
@@ -38,7 +37,7 @@ def test_layers_with_other_parts_stay_as_they_are() -> None:
     expected = copy.deepcopy(model)(torch.tensor([TOKENS])).logits[0, -1]
     layer = model.base_model.layers[1]
     layer.post_mlp_layernorm = nn.Identity()
-    target = Target(model)
+    target = new_target(model)
     assert not target.arithmetic["fused_layers"]
     assert model.base_model.layers[1] is layer
     output = target.prefill(TOKENS, new_cache(target, len(TOKENS)))
@@ -57,7 +56,7 @@ def test_layers_with_another_activation_take_no_native_kernels() -> None:
     for layer in model.base_model.layers:
         layer.mlp.act_fn = nn.GELU()
     expected = copy.deepcopy(model)(torch.tensor([TOKENS])).logits[0, -1]
-    target = Target(model)
+    target = new_target(model)
     assert all(type(layer) is FusedLayer for layer in model.base_model.layers)
     assert target.arithmetic["attention"] == "cpu_prefix"
     output = target.prefill(TOKENS, new_cache(target, len(TOKENS)))

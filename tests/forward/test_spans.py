@@ -12,7 +12,8 @@ from torch import Tensor
 
 from support import fakes
 from swiftgen.forward import spans
-from swiftgen.forward.attention import cpu_prefix, prefix_kernel
+from swiftgen.forward.attention import cpu_prefix
+from swiftgen.forward.backend import choose_backend
 from swiftgen.forward.cache import CacheShape
 from swiftgen.forward.spans import SPAN_TOKENS, SpanPrefix, best_prefix, plain_spans, span_lengths
 from swiftgen.system.errors import SwiftgenError
@@ -138,7 +139,16 @@ class TestChoice:
 
     def test_a_cpu_has_its_own(self):
         for name in ("auto", "sdpa"):
-            assert prefix_kernel(name, CPU, torch.bfloat16) is cpu_prefix
+            backend = choose_backend(name, CPU, torch.bfloat16, 128)
+            assert backend.prefix is cpu_prefix
+            assert backend.static_prefix is None
+
+    def test_a_gpu_has_one_for_all_passes(self):
+        for name in ("auto", "sdpa"):
+            backend = choose_backend(name, CUDA, torch.bfloat16, 128)
+            assert backend.prefix is backend.static_prefix
+            assert backend.prefix.__name__ == self.name(name)
+            assert backend.kernels is None
 
     def test_pytorch_alone_is_enough(self):
         for name in ("auto", "sdpa"):
@@ -185,17 +195,17 @@ class TestChoice:
         self.capability(monkeypatch, found)
         assert self.name("auto", dtype, head_dim).startswith("matrix products")
         with pytest.raises(SwiftgenError, match=reason) as caught:
-            prefix_kernel("flash", CUDA, dtype, head_dim)
+            choose_backend("flash", CUDA, dtype, head_dim)
         assert "flash-attn" in caught.value.hint
         assert "\n" not in caught.value.message
 
     def test_flash_on_a_cpu_is_an_error(self):
         with pytest.raises(SwiftgenError, match="needs a CUDA device"):
-            prefix_kernel("flash", CPU, torch.bfloat16)
+            choose_backend("flash", CPU, torch.bfloat16, 128)
 
     def test_flash_is_refused_where_it_is_not_installed(self):
         with pytest.raises(SwiftgenError, match="flash_attn"):
-            prefix_kernel("flash", CUDA, torch.bfloat16)
+            choose_backend("flash", CUDA, torch.bfloat16, 128)
 
     def test_one_that_is_too_old(self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
         def flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=None, num_splits=0):
@@ -203,7 +213,7 @@ class TestChoice:
 
         fakes.install(monkeypatch, "flash_attn", flash_attn_with_kvcache)
         with pytest.raises(SwiftgenError, match="too old: it has no return_softmax_lse, softcap"):
-            prefix_kernel("flash", CUDA, torch.bfloat16)
+            choose_backend("flash", CUDA, torch.bfloat16, 128)
         assert self.name("auto").startswith("flash-attn of torch")
         assert "flash-attn is not used: flash-attn is too old" in caplog.text
 
@@ -219,7 +229,7 @@ class TestChoice:
 
         monkeypatch.setattr(spans, "import_module", broken)
         with pytest.raises(SwiftgenError, match=r"another PyTorch\?.*undefined symbol") as caught:
-            prefix_kernel("flash", CUDA, torch.bfloat16)
+            choose_backend("flash", CUDA, torch.bfloat16, 128)
         assert "\n" not in caught.value.message
         with caplog.at_level(logging.WARNING):
             assert self.name("auto").startswith("flash-attn of torch")

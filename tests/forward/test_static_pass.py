@@ -10,12 +10,23 @@ import torch
 
 from support import fakes
 from support.drafting import RandomDrafter
-from support.tiny import VOCAB_SIZE, ar_planner, new_cache, random_tree, run, sampler, shuffled, tiny_model
+from support.tiny import (
+    VOCAB_SIZE,
+    ar_planner,
+    backend_for,
+    new_cache,
+    new_target,
+    random_tree,
+    run,
+    sampler,
+    shuffled,
+    sized_target,
+    tiny_model,
+)
 from swiftgen.decoding.planner import Planner
 from swiftgen.forward import cache as caches
 from swiftgen.forward import spans, static_pass
 from swiftgen.forward.cache import BLOCK_TOKENS, FullCache
-from swiftgen.forward.exactness import choose_pass_sizes
 from swiftgen.forward.target import Target
 from swiftgen.forward.tree import DraftTree
 
@@ -35,11 +46,7 @@ _targets: dict[tuple[str, torch.dtype], Target] = {}
 
 def static_target(family: str = "llama", dtype: torch.dtype = torch.float32) -> Target:
     if (family, dtype) not in _targets:
-        target = Target(tiny_model(family, dtype), "sdpa", static=True)
-        exactness = choose_pass_sizes(target)
-        assert exactness.lossless
-        target.pass_sizes = exactness.pass_sizes
-        _targets[family, dtype] = target
+        _targets[family, dtype] = sized_target(new_target(tiny_model(family, dtype), "sdpa", static=True))
     return _targets[family, dtype]
 
 
@@ -76,8 +83,8 @@ def test_a_tree_of_several_passes_writes_what_ar_writes(dtype: torch.dtype):
 @DTYPES
 @pytest.mark.parametrize("num_context", [0, 1, 127, 128, 300])
 def test_it_is_close_to_the_ordinary_pass(num_context: int, dtype: torch.dtype):
-    ordinary, static = Target(tiny_model("llama", dtype), "sdpa"), static_target("llama", dtype)
-    ordinary.pass_sizes = static.pass_sizes
+    static = static_target("llama", dtype)
+    ordinary = new_target(tiny_model("llama", dtype), "sdpa").with_pass_sizes(static.pass_sizes)
     context = [(5 * i) % VOCAB_SIZE for i in range(num_context)]
     tree = random_tree(num_context, num_nodes=13)
     tree.tokens = [token % VOCAB_SIZE for token in tree.tokens]
@@ -88,8 +95,8 @@ def test_it_is_close_to_the_ordinary_pass(num_context: int, dtype: torch.dtype):
         target.prefill(context, cache)
         output = target.forward(tree, num_context, cache)
         keys, values = (x[:, :, num_context : num_context + 13] for x in (cache.keys, cache.values))
-        results.append((target.logits_of(output), output.hidden, output.queries, keys, values))
-        assert (output.known_logits is not None) == (target is static)
+        results.append((output.logits(), output.hidden, output.queries, keys, values))
+        assert (cache in target._static_passes_of) == (target is static)
     tolerance = 1e-4 if dtype == torch.float32 else 0.06
     for mine, others in zip(*results, strict=True):
         assert mine.shape == others.shape
@@ -107,7 +114,7 @@ def test_neither_the_order_of_drafts_nor_the_capacity_change_a_bit(dtype: torch.
         cache = FullCache(target.cache_shape, capacity)
         target.prefill(context, cache)
         output = target.forward(other, len(context), cache)
-        found = target.logits_of(output)[places]
+        found = output.logits()[places]
         expected = found if expected is None else expected
         assert torch.equal(found, expected)
 
@@ -116,10 +123,32 @@ def test_results_belong_to_the_caller():
     target = static_target()
     cache = new_cache(target, 10)
     first = target.forward(DraftTree(3, 0), 0, cache)
-    kept = [x.clone() for x in (first.hidden, first.queries, target.logits_of(first))]
+    kept = [x.clone() for x in (first.hidden, first.queries, first.logits())]
     target.forward(DraftTree(4, 0), 0, cache)
-    for mine, before in zip((first.hidden, first.queries, target.logits_of(first)), kept, strict=True):
+    for mine, before in zip((first.hidden, first.queries, first.logits()), kept, strict=True):
         assert torch.equal(mine, before)
+
+
+def test_a_run_that_failed_leaves_nothing_to_the_next(monkeypatch: pytest.MonkeyPatch):
+    """As where a graph cannot be captured."""
+    target = static_target()
+    cache = new_cache(target, 10)
+    passes = target._static_passes(cache)
+    assert passes is not None
+    static = passes._pass(8, 0, 0)
+    static.fill(DraftTree(3, 0), 0)
+    expected, compute = static.run(), static._compute
+
+    def failing(*inputs: object) -> object:
+        compute(*inputs)  # type: ignore[arg-type]
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(static, "_compute", failing)
+        with pytest.raises(RuntimeError, match="not permitted"):
+            static.run()
+    for mine, others in zip(static.run(), expected, strict=True):
+        assert torch.equal(mine, others)
 
 
 @DTYPES
@@ -164,22 +193,32 @@ def test_a_few_shapes_serve_all_lengths():
 
 
 @pytest.mark.parametrize(
-    ("attention", "static"), [("auto", None), ("auto", True), ("sdpa", None)], ids=["native", "asked", "sdpa"]
+    ("attention", "static"),
+    [("auto", False), ("auto", True), ("sdpa", False)],
+    ids=["native", "asked", "sdpa"],
 )
-def test_a_cpu_runs_the_ordinary_pass(attention: str, static: bool | None):
-    target = Target(tiny_model(), attention, static=static)
-    if static and target._kernels is None:
+def test_a_cpu_runs_the_ordinary_pass(attention: str, static: bool):
+    backend = backend_for(tiny_model(), attention, static)
+    if static and backend.kernels is None:
         pytest.skip("no native kernels here")
+    target = Target(tiny_model(), backend)
     assert not target.arithmetic["static_shapes"]
-    assert target.forward(DraftTree(1, 0), 0, new_cache(target, 10)).known_logits is None
+    cache = new_cache(target, 10)
+    target.forward(DraftTree(1, 0), 0, cache)
+    assert cache not in target._static_passes_of
 
 
 def test_models_it_cannot_run_are_left_to_the_ordinary_pass():
     model = tiny_model("mistral")
     model.config.sliding_window = 64
     model.config.layer_types = ["sliding_attention"] * 2
-    target = Target(model, "sdpa", static=True)
+    target = new_target(model, "sdpa", static=True)
+    assert target.windows == (64, 64)
+    assert target.arithmetic["fused_layers"]
     assert not target.arithmetic["static_shapes"]
+    cache = new_cache(target, 10)
+    target.forward(DraftTree(1, 0), 0, cache)
+    assert cache not in target._static_passes_of
 
 
 def test_the_inputs_go_up_in_one_copy():

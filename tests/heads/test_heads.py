@@ -14,13 +14,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import swiftgen.heads.files
-from support.tiny import ReadyHeads, new_cache, sampler, tiny_model
+from support.tiny import ReadyHeads, new_cache, new_target, sampler, tiny_model
 from swiftgen.decoding.drafters.base import Committed
 from swiftgen.decoding.drafters.heads import calibrated
 from swiftgen.decoding.drafters.self_draft import SelfDrafter
 from swiftgen.decoding.sampling import History, keyed_gumbel
 from swiftgen.forward.cache import PartialCache
-from swiftgen.forward.target import Target
 from swiftgen.forward.tree import DraftTree
 from swiftgen.heads.files import WEIGHTS_FILE, HeadsInfo, check_heads, load_heads, read_reference, save_heads
 from swiftgen.heads.modules import DraftHeads, LinearHeads, RecurrentHeads, chain_states, new_heads
@@ -440,7 +439,7 @@ class TestReferenceDrafts:
         model = tiny_model(tied=tied)
         check_heads(heads, info, str(folder), 48, 97)
         ready = ReadyHeads(heads, model.get_input_embeddings(), model.get_output_embeddings())
-        target = Target(model)
+        target = new_target(model)
         cache = new_cache(target, len(PROMPT))
         prefill = target.prefill(PROMPT[:-1], cache)
         assert prefill is not None

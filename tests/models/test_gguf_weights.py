@@ -23,11 +23,12 @@ from transformers import PreTrainedModel
 
 from support.drafting import PROMPT, AdversarialPlanner
 from support.model_files import preset_for, tiny_model, write_gguf
-from support.tiny import ar_planner, new_cache, run, sampler
+from support.tiny import ar_planner, backend_for, new_cache, new_target, run, sampler
 from swiftgen.decoding.drafters.self_draft import SelfDrafter
 from swiftgen.decoding.planner import Planner
+from swiftgen.forward.arithmetic import arithmetic_of
 from swiftgen.forward.cache import PartialCache
-from swiftgen.forward.exactness import CANDIDATE_SIZES, arithmetic_of, choose_pass_sizes
+from swiftgen.forward.exactness import CANDIDATE_SIZES, choose_pass_sizes
 from swiftgen.forward.layers import _joined
 from swiftgen.forward.linear import PackedLinear, QuantisedLinear, can_pack, linear_maker, replace_linears
 from swiftgen.forward.target import Target
@@ -553,7 +554,7 @@ class TestTarget:
     """A model whose layers are all in few bits."""
 
     def test_all_sizes_are_lossless(self, model: PreTrainedModel, dtype: torch.dtype):
-        target = Target(model)
+        target = new_target(model)
         assert KERNELS is not None
         assert target.arithmetic["linears"] == f"quantised {KERNELS.build}"
         assert kinds_in(target) == {QuantisedLinear}
@@ -563,7 +564,7 @@ class TestTarget:
 
     def test_logits_agree_with_the_unmodified_model(self, model: PreTrainedModel, dtype: torch.dtype):
         expected = copy.deepcopy(model).float()(torch.tensor([PROMPT])).logits[0, -1]
-        target = Target(model)
+        target = new_target(model)
         output = target.prefill(PROMPT, new_cache(target, len(PROMPT)))
         assert output is not None
         actual = target.logits(output.hidden[-1:])[0]
@@ -571,8 +572,7 @@ class TestTarget:
         torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * float(expected.std()))
 
     def test_drafts_change_nothing(self, model: PreTrainedModel, dtype: torch.dtype):
-        target = Target(model)
-        target.pass_sizes = CANDIDATE_SIZES
+        target = new_target(model).with_pass_sizes(CANDIDATE_SIZES)
         settings, num_tokens = {"temperature": 0.7, "top_p": 0.9}, 80
         expected = run(target, ar_planner(target), sampler(**settings), PROMPT, num_tokens)
         assert len(set(expected.token_ids)) > 5
@@ -592,7 +592,7 @@ class TestTarget:
             assert num_accepted > (num_tokens / 4 if kind == "adversarial" else 5), kind
 
     def test_other_attention_takes_other_layers(self, model: PreTrainedModel, dtype: torch.dtype):
-        target = Target(model, "sdpa")
+        target = new_target(model, "sdpa")
         other = PackedLinear if can_pack(CPU, dtype) else nn.Linear
         assert kinds_in(target) == {other}
         assert "quantised" not in str(target.arithmetic)
@@ -605,8 +605,10 @@ def test_the_arithmetic_is_known_without_the_weights(
     kinds: Mapping[str, Kind], attention: str, dtype: torch.dtype, tmp_path: Path
 ):
     opened = opened_of(quantised_gguf(tmp_path / "tiny.gguf", kinds), dtype)
-    expected = arithmetic_of(opened.config, dtype, CPU, attention, bool(opened.quantised_bytes))
-    assert Target(load_weights(opened).model, attention).arithmetic == expected
+    model = load_weights(opened).model
+    backend = backend_for(model, attention)
+    expected = arithmetic_of(opened.config, dtype, CPU, backend, bool(opened.quantised_bytes))
+    assert Target(model, backend).arithmetic == expected
 
 
 def test_an_lm_head_that_fits_no_kernel(tmp_path: Path):
@@ -614,7 +616,7 @@ def test_an_lm_head_that_fits_no_kernel(tmp_path: Path):
     model = load(quantised_gguf(tmp_path / "tiny.gguf", UNIFORM), torch.float32).model
     assert quantised_of(model.lm_head) is not None
     expected = copy.deepcopy(model)(torch.tensor([PROMPT])).logits[0, -1]
-    target = Target(model)
+    target = new_target(model)
     assert KERNELS is not None
     assert target.arithmetic["linears"] == f"quantised {KERNELS.build}"
     assert type(target._lm_head) is not QuantisedLinear

@@ -17,13 +17,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from support.model_files import ALPHABET, GGUF_NAMES, gguf_writer, preset_for, tiny_tokenizer
-from support.tiny import ar_planner, run, sampler
+from support.tiny import ar_planner, new_target, run, sampler, sized_target
 from swiftgen.cli.app import main
 from swiftgen.commands.process import prepare_process
 from swiftgen.document.document import read_tokens
-from swiftgen.forward.exactness import choose_pass_sizes
 from swiftgen.forward.linear import is_plain
-from swiftgen.forward.target import Target
 from swiftgen.models import libraries as quantisers
 from swiftgen.models.libraries import check_quantiser, stored_method
 from swiftgen.models.loading import load_model, open_model
@@ -83,13 +81,11 @@ class TestALibrarysLayers:
                 (layer.self_attn, each) for each in ("q_proj", "k_proj", "v_proj", "o_proj")
             ] + [(layer.mlp, each) for each in ("gate_proj", "up_proj", "down_proj")]:
                 setattr(part, name, Halves(getattr(part, name)))
-        target = Target(model)
+        target = new_target(model)
         assert sum(isinstance(module, Halves) for module in model.modules()) == 14
         assert not target.arithmetic["fused_layers"]
         assert target.arithmetic["linears"] == f"Halves of {__name__.partition('.')[0]} "
-        exactness = choose_pass_sizes(target)
-        assert exactness.lossless
-        target.pass_sizes = exactness.pass_sizes
+        target = sized_target(target)
         written = run(target, ar_planner(target), sampler(), [1, 2, 3], 20)
         ids = torch.tensor([[1, 2, 3, *written.token_ids]])
         target._base.norm = target._norm

@@ -11,9 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from support.tiny import tiny_model
+from support.tiny import new_target, tiny_model
 from swiftgen.forward.layers import FusedLayer, NativeLayer
-from swiftgen.forward.target import Target
 from swiftgen.native import build as native
 from swiftgen.native.build import kernels_for
 from swiftgen.native.kernels import Kernels
@@ -137,9 +136,9 @@ def test_without_a_compiler_pytorch_computes(cache: Path, tmp_path: Path, monkey
     assert find() is None
     assert "install g++ or clang++" in refusal().message
     with pytest.raises(SwiftgenError, match=r"install g\+\+"):
-        Target(tiny_model(), "native")
+        new_target(tiny_model(), "native")
     model = tiny_model()
-    target = Target(model)
+    target = new_target(model)
     assert all(type(layer) is FusedLayer for layer in model.base_model.layers)
     assert target.arithmetic["attention"] == "cpu_prefix"
     assert not cache.exists()
@@ -288,6 +287,6 @@ def test_what_the_code_depends_on_names_the_build(
 def test_the_arithmetic_of_a_target_names_the_build(compiler: Callable[[str], Path]):
     compiler(COPY)
     model = tiny_model()
-    assert Target(model).arithmetic["attention"] == f"native {_build_name()}"
+    assert new_target(model).arithmetic["attention"] == f"native {_build_name()}"
     assert all(type(layer) is NativeLayer for layer in model.base_model.layers)
-    assert Target(tiny_model(), "sdpa").arithmetic["attention"] == "cpu_prefix"
+    assert new_target(tiny_model(), "sdpa").arithmetic["attention"] == "cpu_prefix"

@@ -13,9 +13,9 @@ from torch import Tensor
 from support.tiny import random_tree, shuffled
 from swiftgen.forward.cache import CacheShape, FullCache, PartialCache
 from swiftgen.forward.native_pass import NativePass
+from swiftgen.forward.passes import Heads as LayerHeads
 from swiftgen.forward.tree import DraftTree
 from swiftgen.native.build import kernels_for
-from swiftgen.native.structs import Heads as NativeHeads
 
 CPU = torch.device("cpu")
 KERNELS = kernels_for("auto", CPU, torch.float32, 64)
@@ -109,9 +109,8 @@ def attend(
     half = heads.head_dim // 2
     signed_sin = torch.cat([-sin[:, :half], sin[:, half:]], dim=1)
     rotary = cos.unsqueeze(1).contiguous(), signed_sin.unsqueeze(1).contiguous()
-    out = native.attend(
-        LAYER, rows.unsqueeze(0).contiguous(), rotary, NativeHeads(heads.scaling, heads.norms())
-    )
+    layer_heads = LayerHeads(heads.num_heads, NUM_KV_HEADS, heads.scaling, heads.norms())
+    out = native.attend(LAYER, rows.unsqueeze(0).contiguous(), rotary, layer_heads)
     assert out.shape == (1, num_rows, heads.num_heads * heads.head_dim)
     assert out.dtype == heads.dtype
     queries = native.stacked_queries()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -16,11 +16,14 @@ from swiftgen.decoding.drafters.heads import ReadyHeads
 from swiftgen.decoding.planner import Planner
 from swiftgen.decoding.sampling import Sampler
 from swiftgen.decoding.stopwatch import Stopwatch
+from swiftgen.forward.backend import Backend, choose_backend
 from swiftgen.forward.cache import FullCache
 from swiftgen.forward.exactness import choose_pass_sizes
+from swiftgen.forward.spans import best_prefix
 from swiftgen.forward.target import Target
 from swiftgen.forward.tree import DraftTree
 from swiftgen.heads.modules import DraftHeads, new_heads
+from swiftgen.models.architectures import head_dim
 from swiftgen.models.positions import planned_config
 from swiftgen.settings.presets import SamplerSettings
 
@@ -137,6 +140,24 @@ def tiny_model(
     return model
 
 
+def backend_for(model: PreTrainedModel, attention: str = "auto", static: bool = False) -> Backend:
+    """What computes its passes; `static` has those with static shapes on a CPU too."""
+    place = model.device, model.dtype, head_dim(model.config)
+    backend = choose_backend(attention, *place)
+    return replace(backend, static_prefix=best_prefix(attention, *place)) if static else backend
+
+
+def new_target(model: PreTrainedModel, attention: str = "auto", static: bool = False) -> Target:
+    return Target(model, backend_for(model, attention, static))
+
+
+def sized_target(target: Target) -> Target:
+    """With the pass sizes that are exact."""
+    exactness = choose_pass_sizes(target)
+    assert exactness.lossless
+    return target.with_pass_sizes(exactness.pass_sizes)
+
+
 @functools.cache
 def tiny_target(
     family: str = "llama",
@@ -145,11 +166,7 @@ def tiny_target(
     planned_tokens: int | None = None,
 ) -> Target:
     """A target with its pass sizes chosen; shared, since decoding does not change it."""
-    target = Target(tiny_model(family, dtype, planned_tokens=planned_tokens), attention)
-    exactness = choose_pass_sizes(target)
-    assert exactness.lossless
-    target.pass_sizes = exactness.pass_sizes
-    return target
+    return sized_target(new_target(tiny_model(family, dtype, planned_tokens=planned_tokens), attention))
 
 
 def random_heads(kind: str, vocabulary: Tensor | None = None, num_heads: int = 3) -> DraftHeads:

@@ -14,7 +14,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +152,7 @@ def kernels_per_layer() -> int:
     sys.path.append(str(Path(__file__).parents[1]))
     import torch
 
-    from support.tiny import tiny_model
+    from support.tiny import backend_for, tiny_model
     from swiftgen.forward.cache import FullCache
     from swiftgen.forward.spans import SpanPrefix
     from swiftgen.forward.target import Target
@@ -166,8 +166,8 @@ def kernels_per_layer() -> int:
     for num_layers in (1, 2):
         model = tiny_model("llama")
         model.model.layers = model.model.layers[:num_layers]
-        target = Target(model, "sdpa", static=True)
-        target._static_prefix = SpanPrefix(one_kernel, "")
+        backend = replace(backend_for(model, "sdpa"), static_prefix=SpanPrefix(one_kernel, ""))
+        target = Target(model, backend)
         cache = FullCache(target.cache_shape, 20 * SPAN_TOKENS)
         cache.length = 16 * SPAN_TOKENS
         target.forward(DraftTree(0, 0), cache.length, cache, 8)

@@ -93,7 +93,7 @@ def decode(
         drafted_s = time.perf_counter()
 
         output = target.forward(tree, position, cache)
-        logits = target.logits_of(output)
+        logits = output.logits()
         verified_s = time.perf_counter()
 
         positions = torch.tensor(tree.depths) + position + 1

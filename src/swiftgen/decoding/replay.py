@@ -73,7 +73,7 @@ def replay(
         first = cache.length + 1
         positions = torch.arange(len(tree)) + first
         windows = history.windows(tree, sampler.W)
-        picks = sampler.pick(target.logits_of(output), positions, windows)
+        picks = sampler.pick(output.logits(), positions, windows)
         following = token_ids[first : first + len(tree)]
         for row, (found, picked) in enumerate(zip(following, picks, strict=True)):
             if found != picked:

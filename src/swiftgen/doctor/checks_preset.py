@@ -8,16 +8,13 @@ from rich.console import Console
 from swiftgen.decoding.plans import run_memory
 from swiftgen.display.wording import count, size
 from swiftgen.doctor.findings import Finding, Section, run_checks
-from swiftgen.forward.exactness import (
-    CANDIDATE_SIZES,
-    Exactness,
-    arithmetic_of,
-    kept_exactness,
-    known_exactness,
-)
+from swiftgen.forward.arithmetic import arithmetic_of
+from swiftgen.forward.backend import Backend, choose_backend
+from swiftgen.forward.exactness import CANDIDATE_SIZES, Exactness, kept_exactness, known_exactness
 from swiftgen.forward.memory import MemoryEstimate, fitting_tokens
 from swiftgen.forward.target import Target
 from swiftgen.heads.files import check_heads, load_heads
+from swiftgen.models.architectures import head_dim
 from swiftgen.models.conversion import converted_folder
 from swiftgen.models.loading import OpenedModel, load_weights, open_model
 from swiftgen.models.positions import planned_config
@@ -51,6 +48,7 @@ class PresetChecks:
         self._opened: OpenedModel | None = None
         self._estimate: MemoryEstimate | None = None
         self._fitting_tokens = self._longest_tokens = 0
+        self._backend: Backend | None = None
         self._arithmetic: dict[str, object] | None = None
         self._exactness: Exactness | None = None
 
@@ -186,8 +184,9 @@ class PresetChecks:
         if not (opened := self._opened):
             return None
         wanted = self._preset.model.attention
+        self._backend = choose_backend(wanted, opened.device, opened.dtype, head_dim(opened.config))
         self._arithmetic = arithmetic_of(
-            opened.config, opened.dtype, opened.device, wanted, bool(opened.quantised_bytes)
+            opened.config, opened.dtype, opened.device, self._backend, bool(opened.quantised_bytes)
         )
         name = str(self._arithmetic["attention"])
         return Finding(f"{name} (model.attention is {wanted})", figures={"name": name})
@@ -216,7 +215,7 @@ class PresetChecks:
         return Finding(f"{text}, they fit", figures=figures)
 
     def _check_exactness(self) -> Finding | None:
-        if not self._opened or not self._arithmetic:
+        if not self._opened or not self._backend or not self._arithmetic:
             return None
         found = kept_exactness(self._arithmetic, self._opened.fingerprint)
         if not found and not self._may_load:
@@ -224,7 +223,7 @@ class PresetChecks:
             return Finding("not checked yet", "note", advice)
         if not found and not self._fitting_tokens:
             return Finding("not checked: the weights do not fit", "unknown")
-        self._exactness = found = found or self._measured_exactness(self._opened)
+        self._exactness = found = found or self._measured_exactness(self._opened, self._backend)
         figures = {
             "lossless": found.lossless,
             "pass_sizes": list(found.pass_sizes),
@@ -235,9 +234,9 @@ class PresetChecks:
         advice = "Try --set model.dtype=float32, on a GPU --set model.attention=sdpa."
         return Finding(str(found), "note", advice, figures)
 
-    def _measured_exactness(self, opened: OpenedModel) -> Exactness:
+    def _measured_exactness(self, opened: OpenedModel, backend: Backend) -> Exactness:
         with Console(stderr=True).status("loading the weights, to check which passes agree bit for bit"):
-            target = Target(load_weights(opened, opened.max_positions).model, self._preset.model.attention)
+            target = Target(load_weights(opened, opened.max_positions).model, backend)
             return known_exactness(target, opened.fingerprint)
 
     def _plain_decoding(self, gb_per_s: float | None) -> Finding | None:

@@ -11,20 +11,16 @@ merge by log-sum-exp.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from swiftgen.forward.cache import CacheView, KVCache
-from swiftgen.forward.spans import best_prefix
+from swiftgen.forward.passes import TorchPass
 from swiftgen.forward.tail import capped, tail_scores
 from swiftgen.system.devices import send
-from swiftgen.system.errors import SwiftgenError, first_line
-
-if TYPE_CHECKING:
-    from swiftgen.forward.static_pass import StaticPass
+from swiftgen.system.errors import SwiftgenError
 
 ATTENTION_NAME = "swiftgen"
 SPLIT_PREFIX_TOKENS = 1024
@@ -36,24 +32,45 @@ PrefixKernel = Callable[[Tensor, Tensor, Tensor, float, float], tuple[Tensor, Te
 A softcap c other than 0 turns a score s into `c * tanh(s / c)`."""
 
 
-@dataclass
-class TreePass:
-    """One pass over T rows: where their keys go, what they see, and the queries they asked with.
+class TreePass(TorchPass):
+    """A pass whose shapes follow the text; see `Pass`.
 
     Args:
         seen: For each layer what its rows attend to (it gets their keys and values), and the mask of tail
             and edge, from `tree_mask` or `window_mask`: 0 where a row sees a key, -inf elsewhere.
         prefix_kernel: How the prefix is computed on this device.
-        queries: Filled per layer: `[Hkv, G, T, D]`, used to rank keys by importance.
     """
 
-    seen: Sequence[tuple[CacheView, Tensor]]
-    prefix_kernel: PrefixKernel
-    queries: list[Tensor] = field(default_factory=list)
+    def __init__(self, seen: Sequence[tuple[CacheView, Tensor]], prefix_kernel: PrefixKernel) -> None:
+        super().__init__()
+        self._seen, self._prefix_kernel = seen, prefix_kernel
 
-    def stacked_queries(self) -> Tensor:
-        """`[num_layers, Hkv, G, T, D]`."""
-        return torch.stack(self.queries)
+    def attend_rotated(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, softcap: float = 0.0
+    ) -> Tensor:
+        """See `TorchPass`."""
+        num_kv_heads, num_rows, head_dim = k.shape
+        view, mask = self._seen[layer]
+        keys, values = view.tail_keys[layer], view.tail_values[layer]
+        keys[:, -num_rows:], values[:, -num_rows:] = k, v
+        self._queries.append(q.view(num_kv_heads, -1, num_rows, head_dim))
+
+        if view.edge_keys is not None and view.edge_values is not None:
+            keys = torch.cat([view.edge_keys[layer], keys], dim=1)
+            values = torch.cat([view.edge_values[layer], values], dim=1)
+        keys, values = keys.double(), values.double()
+        scores = tail_scores(q, keys, mask, scaling, softcap)
+        if not view.prefix_keys.shape[2]:
+            merged = torch.bmm(torch.softmax(scores, dim=-1), values)
+        else:
+            prefix_keys, prefix_values = view.prefix_keys[layer], view.prefix_values[layer]
+            out, lse = self._prefix_kernel(q, prefix_keys, prefix_values, scaling, softcap)
+            num_parts = lse.shape[1]
+            weights = torch.softmax(torch.cat([lse.transpose(1, 2), scores], dim=-1), dim=-1)
+            merged = torch.bmm(weights[..., num_parts:], values)
+            for part in range(num_parts):
+                merged.addcmul_(weights[..., part, None], out[:, part].double())
+        return merged.to(q.dtype).view(-1, num_rows, head_dim)
 
 
 def tree_mask(visible: Tensor, num_tail_tokens: int, group: int) -> Tensor:
@@ -116,54 +133,6 @@ def _additive(seen: Tensor, group: int) -> Tensor:
     return mask.repeat(group, 1).unsqueeze(0)
 
 
-def attend(
-    layer: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scaling: float,
-    tree_pass: TreePass | StaticPass,
-    softcap: float = 0.0,
-) -> Tensor:
-    """Store the keys and values of a pass in the cache, and attend.
-
-    Args:
-        layer: Its index.
-        q: After RoPE, contiguous, the query heads of a KV head together: `[Hkv, G*T, D]`.
-        k, v: `[Hkv, T, D]`, keys after RoPE.
-        scaling: Factor of the scores.
-        tree_pass: The pass.
-        softcap: See `PrefixKernel`.
-
-    Returns:
-        `[H, T, D]` in the dtype of `q`.
-    """
-    if not isinstance(tree_pass, TreePass):
-        return tree_pass.attend(layer, q, k, v, scaling, softcap)
-    num_kv_heads, num_rows, head_dim = k.shape
-    view, mask = tree_pass.seen[layer]
-    keys, values = view.tail_keys[layer], view.tail_values[layer]
-    keys[:, -num_rows:], values[:, -num_rows:] = k, v
-    tree_pass.queries.append(q.view(num_kv_heads, -1, num_rows, head_dim))
-
-    if view.edge_keys is not None and view.edge_values is not None:
-        keys = torch.cat([view.edge_keys[layer], keys], dim=1)
-        values = torch.cat([view.edge_values[layer], values], dim=1)
-    keys, values = keys.double(), values.double()
-    scores = tail_scores(q, keys, mask, scaling, softcap)
-    if not view.prefix_keys.shape[2]:
-        merged = torch.bmm(torch.softmax(scores, dim=-1), values)
-    else:
-        prefix_keys, prefix_values = view.prefix_keys[layer], view.prefix_values[layer]
-        out, lse = tree_pass.prefix_kernel(q, prefix_keys, prefix_values, scaling, softcap)
-        num_parts = lse.shape[1]
-        weights = torch.softmax(torch.cat([lse.transpose(1, 2), scores], dim=-1), dim=-1)
-        merged = torch.bmm(weights[..., num_parts:], values)
-        for part in range(num_parts):
-            merged.addcmul_(weights[..., part, None], out[:, part].double())
-    return merged.to(q.dtype).view(-1, num_rows, head_dim)
-
-
 def tree_attention(
     module: Any,
     query: Tensor,
@@ -172,12 +141,12 @@ def tree_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float,
-    tree_pass: TreePass,
+    tree_pass: TorchPass,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """`attend` as transformers calls it, for layers that are not fused.
+    """The attention of a pass as transformers calls it, for layers that are not fused.
 
     Args:
         query, key, value: After RoPE: `[1, H, T, D]`, `[1, Hkv, T, D]`, `[1, Hkv, T, D]`.
@@ -193,7 +162,7 @@ def tree_attention(
     if s_aux is not None:
         raise SwiftgenError("models with attention sinks are not supported", "Use a model of another family.")
     q = query.reshape(key.shape[1], -1, query.shape[-1])
-    attended = attend(module.layer_idx, q, key[0], value[0], scaling, tree_pass, softcap or 0.0)
+    attended = tree_pass.attend_rotated(module.layer_idx, q, key[0], value[0], scaling, softcap or 0.0)
     return attended.transpose(0, 1).unsqueeze(0), None
 
 
@@ -234,24 +203,6 @@ def sdpa_prefix(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float = 
     lse = torch.logsumexp(scores, dim=-1)
     out = torch.bmm(torch.exp(scores - lse.unsqueeze(-1)), v.float())
     return out.unsqueeze(1), lse.unsqueeze(1)
-
-
-def prefix_kernel(name: str, device: torch.device, dtype: torch.dtype, head_dim: int = 128) -> PrefixKernel:
-    """The prefix kernel for a preset's `model.attention` (auto, sdpa or flash) on this device.
-
-    Raises:
-        SwiftgenError: If flash-attn is asked for and is not installed, or cannot run on this device or dtype.
-    """
-    if device.type == "cpu" and name != "flash":
-        return cpu_prefix
-    try:
-        return best_prefix(name, device, dtype, head_dim)
-    except ImportError as error:
-        raise SwiftgenError(
-            f"attention 'flash' cannot run here: {first_line(error)}",
-            "install flash-attn for this PyTorch (the extra 'flash'; see docs/gpu.md), "
-            "or use `--set model.attention=auto`",
-        ) from error
 
 
 def flash_attn_installed() -> bool:

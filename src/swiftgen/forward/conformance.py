@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from swiftgen.forward.backend import Backend
 from swiftgen.forward.cache import BLOCK_TOKENS, FullCache
 from swiftgen.forward.target import Target
-from swiftgen.models.architectures import SUPPORTED, layer_windows
+from swiftgen.models.architectures import FAMILIES, layer_windows
 from swiftgen.system.errors import SwiftgenError, first_line
 
 _NUM_TOKENS = BLOCK_TOKENS + 32  # past a block boundary
@@ -24,31 +25,31 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2}
 _COARSE = 5e-2  # of bfloat16
 
 
-def checked_target(model: PreTrainedModel, attention: str = "auto") -> Target:
+def checked_target(model: PreTrainedModel, backend: Backend) -> Target:
     """A target that computes what the model's own `forward` does.
 
     Args:
-        model, attention: see `Target`.
+        model, backend: see `Target`.
 
     Raises:
         SwiftgenError: if the family is not a known one and its logits are others than those of transformers.
     """
-    if model.config.model_type in SUPPORTED:
-        return Target(model, attention)
+    if model.config.model_type in FAMILIES:
+        return Target(model, backend)
     family = model.config.model_type
     token_ids = [(7919 * i + 13) % model.config.vocab_size for i in range(_NUM_TOKENS)]
-    with _short_windows(model):
-        try:
+    try:
+        with _short_windows(model):
+            windows = layer_windows(model.config)
             expected = _own_logits(model, token_ids)
-            target = Target(model, attention)
-            actual = _target_logits(target, token_ids)
-        except (SwiftgenError, torch.cuda.OutOfMemoryError):
-            raise
-        except Exception as error:  # whatever an unknown class does not have, or does otherwise
-            raise SwiftgenError(
-                f"the architecture {family!r} is not supported: {first_line(error)}", _advice()
-            ) from error
-    target.windows = layer_windows(model.config)
+        target = Target(model, backend)
+        actual = _target_logits(target.with_windows(windows), token_ids)
+    except (SwiftgenError, torch.cuda.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever an unknown class does not have, or does otherwise
+        raise SwiftgenError(
+            f"the architecture {family!r} is not supported: {first_line(error)}", _advice()
+        ) from error
     distance = _distance(actual, expected[-len(actual) :])
     if not distance <= _TOLERANCE.get(model.dtype, _COARSE):
         raise SwiftgenError(
@@ -93,4 +94,4 @@ def _distance(actual: Tensor, expected: Tensor) -> float:
 
 
 def _advice() -> str:
-    return f"Families that are known to work: {', '.join(SUPPORTED)}."
+    return f"Families that are known to work: {', '.join(FAMILIES)}."

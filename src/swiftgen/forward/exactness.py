@@ -9,7 +9,6 @@ to the last bit.
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
 import json
 import platform
@@ -18,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,15 +24,10 @@ from torch import Tensor
 from swiftgen.forward.cache import BLOCK_TOKENS, FullCache
 from swiftgen.forward.target import Target
 from swiftgen.forward.tree import DraftTree
-from swiftgen.models.architectures import head_dim, model_class
-from swiftgen.models.gguf_weights import attach_zeros
 from swiftgen.system import ranks
 from swiftgen.system.cache_folder import cache_folder
 from swiftgen.system.storage import write_synced
 from swiftgen.system.version import __version__
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 CANDIDATE_SIZES = (2, 4, 8, 16, 32, 64)
 """One row alone is left out: matrix-vector kernels add in an order of their own, and it costs the same."""
@@ -89,7 +82,7 @@ def kept_exactness(arithmetic: Mapping[str, object], fingerprint: str) -> Exactn
     """The result in the cache folder; None if it is not measured yet.
 
     Args:
-        arithmetic: that of the target, see `arithmetic_of`.
+        arithmetic: that of the target, see `arithmetic`.
         fingerprint: of its weights.
     """
     file = _file(arithmetic, fingerprint)
@@ -102,37 +95,6 @@ def kept_exactness(arithmetic: Mapping[str, object], fingerprint: str) -> Exactn
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None  # not measured yet, or the file is damaged
-
-
-def arithmetic_of(
-    config: PretrainedConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    attention: str,
-    is_quantised: bool = False,
-) -> dict[str, object]:
-    """What `Target.arithmetic` of a model will be, without its weights: that of one small layer of its make.
-
-    Args:
-        config: of the model.
-        dtype, device: as it is loaded.
-        attention: the preset's `model.attention`.
-        is_quantised: whether all its weights are there in few bits.
-
-    Raises:
-        SwiftgenError: if the attention asked for cannot run here.
-    """
-    small = copy.deepcopy(config)
-    small.head_dim = head_dim(config)  # kernels depend on it; the other widths are free
-    small.vocab_size, small.hidden_size, small.intermediate_size = 8, 32, 32
-    small.num_hidden_layers, small.num_attention_heads, small.num_key_value_heads = 1, 2, 1
-    small.pad_token_id = None
-    if kinds := getattr(small, "layer_types", None):
-        small.layer_types = sorted(kinds)[-1:]  # one that slides, if any does
-    model = model_class(small)(small).to(device=device, dtype=dtype)
-    if is_quantised:
-        attach_zeros(model)
-    return Target(model.eval().requires_grad_(False), attention).arithmetic
 
 
 def _file(arithmetic: Mapping[str, object], fingerprint: str) -> Path:
@@ -169,7 +131,7 @@ def _pass_seconds(target: Target, size: int, cache: FullCache) -> float:
     for _ in range(_NUM_TIMED):
         begin = time.perf_counter()
         # Reading a value waits for the device.
-        target.logits_of(target.forward(DraftTree(0, 0), cache.length, cache, size), size)[0, 0].item()
+        target.forward(DraftTree(0, 0), cache.length, cache, size).logits()[0, 0].item()
         seconds.append(time.perf_counter() - begin)
     return ranks.of_leader(min(seconds))
 
@@ -210,7 +172,7 @@ def _alone(target: Target, tokens: Sequence[int], size: int, cache: FullCache) -
     results = {}
     for token in tokens:
         output = target.forward(DraftTree(token, max_depth=0), cache.length, cache, size)
-        results[token] = _row(target.logits_of(output, size), output.hidden, cache, 0)
+        results[token] = _row(output.logits(), output.hidden, cache, 0)
     cache.length = length
     return results
 
@@ -219,7 +181,7 @@ def _siblings(target: Target, tokens: Sequence[int], size: int, cache: FullCache
     tree = DraftTree(0, max_depth=1)
     nodes = {token: tree.add(0, token, "probe") for token in tokens}
     output = target.forward(tree, cache.length, cache, size)
-    logits = target.logits_of(output, size)
+    logits = output.logits()
     results = {}
     for token, node in nodes.items():
         assert node is not None

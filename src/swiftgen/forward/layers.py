@@ -2,8 +2,8 @@
 
 At a few rows a pass spends more time starting operations than computing. A fused layer does what the
 model's own does with one matrix product for q, k and v, one for gate and up, and three operations for
-RoPE. The model's classes stay as they are; only loaded modules are replaced, and only where their class is
-known to compute this, with the parts expected here (Llama, Mistral, Qwen2, Qwen3).
+RoPE. The model's classes stay as they are; only loaded modules are replaced, and only where their family is
+known to compute this (`architectures.Family.has_plain_layers`), with the parts expected here.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
-from swiftgen.forward.attention import TreePass, attend
 from swiftgen.forward.linear import MakeLinear, QuantisedLinear, is_plain
+from swiftgen.forward.native_pass import NativePass
+from swiftgen.forward.passes import Heads, Pass, Rotary
+from swiftgen.models.architectures import has_plain_layers
 from swiftgen.models.gguf_weights import QuantisedWeight, attach, quantised_of
 from swiftgen.native.kernels import Kernels
-from swiftgen.native.structs import DecoderLayer, Heads
+from swiftgen.native.structs import DecoderLayer
 
-_PLAIN_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
-"""Classes whose `forward` is the plain one: others have the same parts and scale a sum, or leave RoPE out."""
 _PARTS = {
     "": {"input_layernorm", "post_attention_layernorm", "self_attn", "mlp"},
     "self_attn": {"q_proj", "k_proj", "v_proj", "o_proj"},
@@ -44,8 +44,8 @@ class SignedRotary(nn.Module):
         super().__init__()
         self._rotary, self._dtype = rotary, dtype
 
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and signed sine of one sequence, `[T, 1, D]` each."""
+    def forward(self, x: Tensor, position_ids: Tensor) -> Rotary:
+        """Of one sequence."""
         cos, sin = self._rotary(x, position_ids=position_ids)
         cos, sin = cos.to(self._dtype or cos.dtype), sin.to(self._dtype or sin.dtype)
         half = sin.shape[-1] // 2
@@ -66,52 +66,26 @@ class FusedLayer(nn.Module):
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
         self._index = index
-        self._head_dim = head_dim
-        self._num_heads = attention.q_proj.out_features // head_dim
-        self._num_kv_heads = attention.k_proj.out_features // head_dim
-        self._scaling: float = attention.scaling
+        num_heads, num_kv_heads = (
+            linear.out_features // head_dim for linear in (attention.q_proj, attention.k_proj)
+        )
+        self.heads = Heads(num_heads, num_kv_heads, attention.scaling, _head_norms(attention))
         self.input_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
-        self.q_norm, self.k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         self.qkv = make_linear(_joined([attention.q_proj, attention.k_proj, attention.v_proj]))
         self.out = make_linear(attention.o_proj)
         self.gate_up = make_linear(_joined([mlp.gate_proj, mlp.up_proj]))
         self.act, self.down = mlp.act_fn, make_linear(mlp.down_proj)
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        *,
-        position_embeddings: tuple[Tensor, Tensor],
-        tree_pass: TreePass,
-        **unused: Any,
+        self, hidden_states: Tensor, *, position_embeddings: Rotary, tree_pass: Pass, **unused: Any
     ) -> Tensor:
         """`[1, T, hidden]` -> `[1, T, hidden]`."""
-        attended = self._attention(_normed(self.input_norm, hidden_states), position_embeddings, tree_pass)
-        hidden_states = hidden_states + attended
+        qkv = self.qkv(_normed(self.input_norm, hidden_states))
+        attended = tree_pass.attend(self._index, qkv, position_embeddings, self.heads)
+        hidden_states = hidden_states + self.out(attended)
         gate, up = self.gate_up(_normed(self.mlp_norm, hidden_states)).chunk(2, dim=-1)
         mlp: Tensor = self.down(self.act(gate) * up)
         return hidden_states + mlp
-
-    def _attention(self, x: Tensor, rotary: tuple[Tensor, Tensor], tree_pass: TreePass) -> Tensor:
-        num_rows, num_qk = x.shape[1], self._num_heads + self._num_kv_heads
-        qkv = self.qkv(x).view(num_rows, -1, self._head_dim)
-        qk, v = qkv[:, :num_qk], qkv[:, num_qk:]
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = qk[:, : self._num_heads], qk[:, self._num_heads :]
-            qk = torch.cat([_normed(self.q_norm, q), _normed(self.k_norm, k)], dim=1)
-        cos, signed_sin = rotary
-        qk = torch.addcmul(qk * cos, qk.roll(self._head_dim // 2, dims=-1), signed_sin)
-        q, k = qk[:, : self._num_heads], qk[:, self._num_heads :]
-        attended = attend(
-            self._index,
-            q.transpose(0, 1).reshape(self._num_kv_heads, -1, self._head_dim),
-            k.transpose(0, 1),
-            v.transpose(0, 1),
-            self._scaling,
-            tree_pass,
-        )  # [H, T, D]
-        out: Tensor = self.out(attended.transpose(0, 1).reshape(1, num_rows, -1))
-        return out
 
 
 class NativeLayer(FusedLayer):
@@ -122,10 +96,6 @@ class NativeLayer(FusedLayer):
     ) -> None:
         super().__init__(layer, index, head_dim, make_linear)
         self._kernels = kernels
-        norms = None
-        if self.q_norm is not None and self.k_norm is not None:
-            norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.variance_epsilon
-        self.heads = Heads(self._scaling, norms)
 
     @property
     def linears(self) -> tuple[Any, ...]:
@@ -138,14 +108,9 @@ class NativeLayer(FusedLayer):
         return all(isinstance(linear, QuantisedLinear) for linear in self.linears)
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        *,
-        position_embeddings: tuple[Tensor, Tensor],
-        tree_pass: Any,
-        **unused: Any,
+        self, hidden_states: Tensor, *, position_embeddings: Rotary, tree_pass: Pass, **unused: Any
     ) -> Tensor:
-        """`[1, T, hidden]` -> `[1, T, hidden]`; `tree_pass` is a `NativePass`."""
+        """`[1, T, hidden]` -> `[1, T, hidden]`."""
         kernels, norm, mlp_norm = self._kernels, self.input_norm, self.mlp_norm
         qkv = self.qkv(kernels.rms_norm(hidden_states, norm.weight, norm.variance_epsilon))
         attended = tree_pass.attend(self._index, qkv, position_embeddings, self.heads)
@@ -164,14 +129,9 @@ class NativeStack(nn.Module):
         self._described = (DecoderLayer * len(layers))(*map(_described, layers))
 
     def forward(
-        self,
-        hidden_states: Tensor,
-        *,
-        position_embeddings: tuple[Tensor, Tensor],
-        tree_pass: Any,
-        **unused: Any,
+        self, hidden_states: Tensor, *, position_embeddings: Rotary, tree_pass: NativePass, **unused: Any
     ) -> Tensor:
-        """`[1, T, hidden]` -> `[1, T, hidden]`; `tree_pass` is a `NativePass`."""
+        """`[1, T, hidden]` -> `[1, T, hidden]`."""
         if tree_pass.has_all_layers:
             hidden: Tensor = tree_pass.run_layers(self._described, hidden_states, position_embeddings)
             return hidden
@@ -190,7 +150,7 @@ def _described(layer: NativeLayer) -> DecoderLayer:
     return DecoderLayer(
         (norm.weight, norm.variance_epsilon),
         (mlp_norm.weight, mlp_norm.variance_epsilon),
-        layer.heads,
+        layer.heads.described,
         *(linear.multiplication for linear in layer.linears),
     )
 
@@ -204,9 +164,9 @@ def fuse_layers(base: Any, head_dim: int, make_linear: MakeLinear, kernels: Kern
     Returns:
         Whether they were replaced.
     """
-    if not all(_fits(layer) for layer in base.layers):
+    if not (has_plain_layers(base.config) and all(map(_fits, base.layers))):
         return False
-    is_native = kernels is not None and all(_is_silu(layer.mlp.act_fn) for layer in base.layers)
+    is_native = kernels is not None and all(is_silu(layer.mlp.act_fn) for layer in base.layers)
     for index, layer in enumerate(base.layers):
         parts = layer, index, head_dim, make_linear
         base.layers[index] = NativeLayer(*parts, kernels) if is_native and kernels else FusedLayer(*parts)
@@ -216,14 +176,13 @@ def fuse_layers(base: Any, head_dim: int, make_linear: MakeLinear, kernels: Kern
     return True
 
 
-def _is_silu(act: nn.Module) -> bool:
+def is_silu(act: nn.Module) -> bool:
+    """Whether an activation is the one that the native kernels have."""
     x = torch.linspace(-3, 3, 7)
     return torch.equal(act(x), torch.nn.functional.silu(x))
 
 
 def _fits(layer: nn.Module) -> bool:
-    if type(layer).__name__ not in _PLAIN_LAYERS:
-        return False
     if not all(is_plain(module) for name, module in layer.named_modules() if name.endswith("_proj")):
         return False
     for name, parts in _PARTS.items():
@@ -231,6 +190,13 @@ def _fits(layer: nn.Module) -> bool:
         if not parts <= found <= parts | _OPTIONAL:
             return False
     return True
+
+
+def _head_norms(attention: Any) -> tuple[Tensor, Tensor, float] | None:
+    q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+    if q_norm is None or k_norm is None:
+        return None
+    return q_norm.weight, k_norm.weight, q_norm.variance_epsilon
 
 
 def _normed(norm: Any, x: Tensor) -> Tensor:

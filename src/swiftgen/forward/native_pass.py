@@ -9,12 +9,13 @@ from torch import Tensor
 
 from swiftgen.forward.attention import cpu_flash, cpu_prefix
 from swiftgen.forward.cache import CacheView
+from swiftgen.forward.passes import Heads, Rotary
+from swiftgen.native import structs
 from swiftgen.native.kernels import Kernels
-from swiftgen.native.structs import DecoderLayer, Heads, Pass, is_bf16
 
 
 class NativePass:
-    """One pass over T rows, see `attention.TreePass`.
+    """One pass over T rows, see `passes.Pass`.
 
     Args:
         view: What the rows attend to; gets their keys and values.
@@ -48,8 +49,8 @@ class NativePass:
             mask = self._bias[:, : group * num_rows].T
             self._mask = mask.to(view.tail_keys.dtype, memory_format=torch.contiguous_format)
         self.has_all_layers = self._mask is None
-        self._described = Pass(
-            is_bf16=is_bf16(view.tail_keys),
+        self._described = structs.Pass(
+            is_bf16=structs.is_bf16(view.tail_keys),
             num_threads=torch.get_num_threads(),
             num_rows=num_rows,
             num_heads=num_heads,
@@ -71,24 +72,15 @@ class NativePass:
         self._workspace = kernels.workspace(self._described)
         self._described.workspace = self._workspace.data_ptr()
 
-    def attend(self, layer: int, qkv: Tensor, rotary: tuple[Tensor, Tensor], heads: Heads) -> Tensor:
-        """RoPE, write keys and values to the cache, attend.
-
-        Args:
-            layer: Its index.
-            qkv: `[1, T, (H + 2 Hkv) * D]`.
-            rotary: Cosine and signed sine, float32 `[T, 1, D]`.
-
-        Returns:
-            `[1, T, H * D]`.
-        """
+    def attend(self, layer: int, qkv: Tensor, rotary: Rotary, heads: Heads) -> Tensor:
+        """See `Pass`; `rotary` is float32."""
         described = self._described
         described.cos, described.signed_sin = rotary[0].data_ptr(), rotary[1].data_ptr()
         if self._mask is not None:
-            self._kernels.rotate(described, heads, layer, qkv)
+            self._kernels.rotate(described, heads.described, layer, qkv)
             return self._attend_by_flash(layer, heads.scaling, self._mask)
         out = qkv.new_empty(1, qkv.shape[1], described.num_heads * described.head_dim)
-        self._kernels.attend(described, heads, layer, qkv, out)
+        self._kernels.attend(described, heads.described, layer, qkv, out)
         return out
 
     def _attend_by_flash(self, layer: int, scaling: float, mask: Tensor) -> Tensor:
@@ -103,13 +95,9 @@ class NativePass:
         return out.to(q.dtype).reshape(-1, num_rows, head_dim).transpose(0, 1).reshape(1, num_rows, -1)
 
     def run_layers(
-        self, layers: ctypes.Array[DecoderLayer], hidden: Tensor, rotary: tuple[Tensor, Tensor]
+        self, layers: ctypes.Array[structs.DecoderLayer], hidden: Tensor, rotary: Rotary
     ) -> Tensor:
-        """All layers at once: hidden states `[1, T, hidden]` before them -> after them.
-
-        Args:
-            rotary: As in `attend`.
-        """
+        """All layers at once: hidden states `[1, T, hidden]` before them -> after them."""
         described = self._described
         described.cos, described.signed_sin = rotary[0].data_ptr(), rotary[1].data_ptr()
         hidden = hidden.clone()
@@ -117,5 +105,5 @@ class NativePass:
         return hidden
 
     def stacked_queries(self) -> Tensor:
-        """`[num_layers, Hkv, G, T, D]`."""
+        """See `Pass`."""
         return self._queries

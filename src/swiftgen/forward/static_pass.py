@@ -4,7 +4,7 @@ A pass of a few rows on a GPU starts some forty kernels a layer, and starting th
 them. A graph starts all of them at once, but its shapes and addresses are fixed. So here nothing depends on
 the length of the text: the prefix is a number of spans whose lengths are on the device, the tail is always
 one block and the rows, gathered and masked, and keys and values are written to places that are on the device
-too. All that changes goes up in one copy. What is computed is what `attention.attend` computes.
+too. All that changes goes up in one copy. What is computed is what `attention.TreePass` computes.
 
 A graph is kept for each number of rows and of spans. Spans come in powers of two, so a text of 100,000 tokens
 needs six of each. On a CPU the same runs without a graph, for the tests.
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from swiftgen.forward.cache import BLOCK_TOKENS, FullCache
+from swiftgen.forward.passes import TorchPass
 from swiftgen.forward.spans import SPAN_TOKENS, SpanPrefix, span_lengths
 from swiftgen.forward.tail import tail_scores
 from swiftgen.forward.tree import DraftTree
@@ -51,7 +52,7 @@ class StaticPasses:
     """The passes of a target over one cache.
 
     Args:
-        compute: Sends rows through the model; its layers call `StaticPass.attend`.
+        compute: Sends rows through the model; its layers call `Pass.attend`.
         prefix: Computes the prefix.
         cache: What they attend to. Keys that no row sees are read and weigh nothing, so they must be numbers:
             what lies behind the committed tokens is set to 0.
@@ -95,7 +96,7 @@ class StaticPasses:
         return self._passes[key]
 
 
-class StaticPass:
+class StaticPass(TorchPass):
     """A pass over a fixed number of rows.
 
     Args:
@@ -116,6 +117,7 @@ class StaticPass:
         num_spans: int,
         graphs: _Graphs | None,
     ) -> None:
+        super().__init__()
         self._compute, self._prefix, self._group = compute, prefix, group
         self._keys, self._values = caches
         self._size, self._first, self._num_spans = size, first, num_spans
@@ -133,7 +135,6 @@ class StaticPass:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._outputs: StaticOutput | None = None
         self._mask = torch.empty(0)
-        self._queries: list[Tensor] = []
 
     def fill(self, tree: DraftTree, position: int) -> None:
         """Say what the next run is about; returns before the device has it."""
@@ -167,10 +168,10 @@ class StaticPass:
         assert self._outputs is not None
         return StaticOutput(*(output.clone() for output in self._outputs))
 
-    def attend(
+    def attend_rotated(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float, softcap: float = 0.0
     ) -> Tensor:
-        """See `attention.attend`."""
+        """See `TorchPass`."""
         num_kv_heads, num_rows, head_dim = k.shape
         keys, values, inputs = self._keys[layer], self._values[layer], self._inputs
         keys.index_copy_(1, inputs["slots"], k)
@@ -193,9 +194,11 @@ class StaticPass:
         seen = self._inputs["seen"].repeat(self._group, 1)
         mask = torch.zeros(seen.shape, dtype=torch.float64, device=seen.device)
         self._mask = mask.masked_fill_(~seen, float("-inf")).unsqueeze(0)
+        self._queries = []  # a capture that failed has left some
         hidden, logits = self._compute(self._inputs["token_ids"], self._inputs["positions"], self)
-        queries, self._queries = self._queries, []  # a graph must not keep those of each layer
-        return StaticOutput(hidden, torch.stack(queries), logits)
+        queries = self.stacked_queries()
+        self._queries = []  # a graph must not keep those of each layer
+        return StaticOutput(hidden, queries, logits)
 
 
 class _Inputs:

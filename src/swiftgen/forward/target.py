@@ -7,6 +7,7 @@ is prefill. There is no second code path and so no second rounding.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,22 +18,20 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from swiftgen.forward.attention import ATTENTION_NAME, TreePass, new_tree_pass, prefix_kernel, tree_attention
+from swiftgen.forward.arithmetic import Arithmetic, kinds_of_linears
+from swiftgen.forward.attention import ATTENTION_NAME, new_tree_pass, tree_attention
+from swiftgen.forward.backend import Backend
 from swiftgen.forward.cache import BLOCK_TOKENS, CacheShape, FullCache, KVCache
 from swiftgen.forward.experts import use_independent_experts
 from swiftgen.forward.layers import NativeLayer, NativeStack, fuse_layers
-from swiftgen.forward.linear import PackedLinear, QuantisedLinear, linear_maker, replace_linears
+from swiftgen.forward.linear import MakeLinear, linear_maker, replace_linears
 from swiftgen.forward.native_pass import NativePass
-from swiftgen.forward.spans import SpanPrefix, best_prefix
+from swiftgen.forward.passes import Pass
 from swiftgen.forward.static_pass import StaticPass, StaticPasses
 from swiftgen.forward.tree import DraftTree
-from swiftgen.models.architectures import head_dim, layer_windows, logits_rule
-from swiftgen.models.libraries import library_of
+from swiftgen.models.architectures import head_dim, layer_windows, logits_rule, take_final_norm
 from swiftgen.models.tensor_parallel import num_kv_heads
-from swiftgen.native.build import kernels_for
-from swiftgen.system.devices import device_name, send
-from swiftgen.system.errors import SwiftgenError
-from swiftgen.system.ranks import num_ranks
+from swiftgen.system.devices import send
 
 LM_HEAD_ROWS = 32
 """Rows per lm_head call; a larger matrix product may choose a kernel that adds in another order."""
@@ -45,23 +44,23 @@ class PassOutput:
     Args:
         hidden: Hidden states before the final norm, `[T, hidden]`.
         queries: `[num_layers, Hkv, G, T, D]`.
-        known_logits: float32 `[T, vocab]`, if the pass computed them; `Target.logits_of` asks for them.
+        logits: Gives them, float32 `[T, vocab]`; most passes are made for something else. The caller may
+            overwrite them.
     """
 
     hidden: Tensor
     queries: Tensor
-    known_logits: Tensor | None = None
+    logits: Callable[[], Tensor]
 
     @staticmethod
     def joined(parts: Sequence[PassOutput]) -> PassOutput:
         """The rows of several passes as if they were one."""
         if len(parts) == 1:
             return parts[0]
-        logits = [part.known_logits for part in parts if part.known_logits is not None]
         return PassOutput(
             torch.cat([part.hidden for part in parts]),
             torch.cat([part.queries for part in parts], dim=3),
-            torch.cat(logits) if len(logits) == len(parts) else None,
+            lambda: torch.cat([part.logits() for part in parts]),
         )
 
 
@@ -69,65 +68,71 @@ class Target:
     """A Hugging Face decoder whose attention is ours.
 
     Its layers are fused where `layers` knows them, else driven through the attention interface. The final
-    norm is taken out (the heads need the state before it) and applied by `logits`.
+    norm is taken out (the heads need the state before it) and applied by `logits`. Once made, a target does
+    not change.
 
     Args:
         model: A causal language model in eval mode; it is changed in place and belongs to the target.
-        attention: Prefix kernel by its preset name.
-        static: Use passes with static shapes where the model can be run by them; None does so on CUDA.
+        backend: For its device, dtype and width of heads.
 
     Attributes:
         windows: Sliding window of each layer, see `architectures.layer_windows`.
+        pass_sizes: Rows that a pass may have, ascending; see `with_pass_sizes`.
         finish_logits: What the model does behind its lm_head, see `architectures.logits_rule`.
+
+    Raises:
+        SwiftgenError: If the native kernels are asked for, and do not fit the layers.
     """
 
-    def __init__(self, model: PreTrainedModel, attention: str = "auto", static: bool | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, backend: Backend) -> None:
         self.config = model.config
         self.device, self.dtype = model.device, model.dtype
-        self._prefix_kernel = prefix_kernel(attention, self.device, self.dtype, head_dim(self.config))
         AttentionInterface.register(ATTENTION_NAME, tree_attention)
         AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
         model.set_attn_implementation(ATTENTION_NAME)
         use_independent_experts(model)
         self._base: nn.Module = model.base_model
-        self._norm: nn.Module = self._base.norm
-        self._base.norm = nn.Identity()
-        kernels = kernels_for(attention, self.device, self.dtype, head_dim(self.config))
-        make_linear = linear_maker(self.device, self.dtype, kernels)
+        self._norm = take_final_norm(self._base)
         self.windows = layer_windows(self.config)
-        is_native = kernels is not None and not any(self.windows)  # which see all keys
-        self._fused = fuse_layers(
-            self._base, head_dim(self.config), make_linear, kernels if is_native else None
-        )
-        self._kernels = kernels if isinstance(self._base.layers[0], NativeLayer | NativeStack) else None
-        if attention == "native" and not self._kernels:
-            raise SwiftgenError(
-                "the native CPU kernels do not fit the layers of this model",
-                "use `--set model.attention=auto`",
-            )
-        if not self._fused:
-            replace_linears(self._base, make_linear)
-        self._lm_head: nn.Module = make_linear(model.lm_head)
-        self.finish_logits = logits_rule(self.config)
-        self._linears = _kinds_of_linears(self._base, kernels.build if kernels else "")
-        self._group = self.config.num_attention_heads // self.config.num_key_value_heads
         self.pass_sizes: tuple[int, ...] = (BLOCK_TOKENS,)
-        self._static_prefix: SpanPrefix | None = None
-        if (self.device.type == "cuda" if static is None else static) and self._can_be_static():
-            kernel = self._prefix_kernel
-            if not isinstance(kernel, SpanPrefix):
-                kernel = best_prefix(attention, self.device, self.dtype, head_dim(self.config))
-            self._static_prefix = kernel
+        self.finish_logits = logits_rule(self.config)
+        self._group = self.config.num_attention_heads // self.config.num_key_value_heads
+        self._backend = backend
+        make_linear = linear_maker(self.device, self.dtype, backend.kernels)
+        self._arithmetic = self._take_over_layers(make_linear)
+        self._lm_head: nn.Module = make_linear(model.lm_head)
         self._static_passes_of: WeakKeyDictionary[FullCache, StaticPasses] = WeakKeyDictionary()
 
-    def _can_be_static(self) -> bool:
-        """Whether the model is one that a pass with static shapes can run.
+    def _take_over_layers(self, make_linear: MakeLinear) -> Arithmetic:
+        """Let the layers compute our way, and say which it is."""
+        has_windows, kernels = any(self.windows), self._backend.kernels
+        for_layers = None if has_windows else kernels  # their rows see all keys
+        is_fused = fuse_layers(self._base, head_dim(self.config), make_linear, for_layers)
+        if not is_fused:
+            replace_linears(self._base, make_linear)
+        layers: Any = self._base.layers
+        return Arithmetic(
+            self.device,
+            self.dtype,
+            self._backend,
+            kinds_of_linears(self._base, kernels.build if kernels else ""),
+            has_windows,
+            is_fused,
+            is_native=isinstance(layers[0], NativeLayer | NativeStack),
+        )
 
-        Others decide something by values on the device (experts), see a window that moves with the text, wait
-        for other ranks, or multiply in ways that a graph may not hold.
-        """
-        plain = self._linears in ("plain", "packed")
-        return self._fused and not self._kernels and not any(self.windows) and plain and num_ranks() == 1
+    def with_pass_sizes(self, sizes: Sequence[int]) -> Target:
+        """The same target, whose passes have other sizes, ascending."""
+        return self._with(pass_sizes=tuple(sizes))
+
+    def with_windows(self, windows: Sequence[int | None]) -> Target:
+        """The same target with other sliding windows of its layers."""
+        return self._with(windows=tuple(windows))
+
+    def _with(self, **attributes: object) -> Target:
+        other = copy.copy(self)
+        vars(other).update(attributes, _static_passes_of=WeakKeyDictionary())
+        return other
 
     @property
     def cache_shape(self) -> CacheShape:
@@ -145,17 +150,7 @@ class Target:
     @property
     def arithmetic(self) -> dict[str, object]:
         """What the rounding of a result depends on, beside the hardware."""
-        return {
-            "torch": torch.__version__,
-            "device": device_name(self.device),
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "attention": f"native {self._kernels.build}" if self._kernels else self._prefix_kernel.__name__,
-            "linears": self._linears,
-            "fused_layers": self._fused,
-            "static_shapes": self._static_prefix is not None,
-            "block_tokens": BLOCK_TOKENS,
-            "ranks": num_ranks(),
-        }
+        return self._arithmetic.described()
 
     @property
     def max_rows(self) -> int:
@@ -183,14 +178,10 @@ class Target:
             num_rows: Rows of the pass, padding included; by default the smallest allowed pass.
             is_prefill: The rows are a chain, and nothing but another prefill has to agree with them.
         """
-        parts = []
-        for first in range(0, len(tree), num_rows or self.max_rows):
-            live = min(len(tree) - first, num_rows or self.max_rows)
-            parts.append(
-                self._forward_rows(
-                    tree, first, live, num_rows or self.pass_size(live), position, cache, is_prefill
-                )
-            )
+        parts = [
+            self._forward_rows(tree, first, position, cache, num_rows, is_prefill)
+            for first in range(0, len(tree), num_rows or self.max_rows)
+        ]
         return PassOutput.joined(parts)
 
     @torch.inference_mode()
@@ -201,10 +192,11 @@ class Target:
 
     def _static_passes(self, cache: KVCache) -> StaticPasses | None:
         """The passes with static shapes over this cache, if the model can be run by them."""
-        if self._static_prefix is None or not isinstance(cache, FullCache):
+        prefix = self._backend.static_prefix
+        if prefix is None or not self._arithmetic.is_static or not isinstance(cache, FullCache):
             return None
         if cache not in self._static_passes_of:
-            passes = StaticPasses(self._run_rows, self._static_prefix, cache, self._group)
+            passes = StaticPasses(self._run_rows, prefix, cache, self._group)
             self._static_passes_of[cache] = passes
         return self._static_passes_of[cache]
 
@@ -216,16 +208,17 @@ class Target:
         self,
         tree: DraftTree,
         first: int,
-        live: int,
-        size: int,
         position: int,
         cache: KVCache,
+        num_rows: int | None,
         is_prefill: bool,
     ) -> PassOutput:
-        """Nodes `first` to `first + live` of the tree, padded to `size` rows."""
+        """One pass over nodes of a tree from `first` on, as many as it holds."""
+        live = min(len(tree) - first, num_rows or self.max_rows)
+        size = num_rows or self.pass_size(live)
         if not is_prefill and (passes := self._static_passes(cache)):
             hidden, queries, logits = passes.run(tree, first, size, position)
-            return PassOutput(hidden[:live], queries[:, :, :, :live], logits[:live])
+            return PassOutput(hidden[:live], queries[:, :, :, :live], lambda: logits[:live])
         padding = size - live
         rows = slice(first, first + live)
         token_ids = torch.tensor([tree.tokens[rows] + tree.tokens[:1] * padding])
@@ -233,15 +226,14 @@ class Target:
         visible = tree.visibility(first + size)[first:]
         tree_pass = self._new_pass(cache, visible, so_far, is_prefill)
         positions = send(so_far[None, first:], self.device)
-        hidden = self._run(send(token_ids, self.device), positions, tree_pass)
-        return PassOutput(hidden[0, :live], tree_pass.stacked_queries()[:, :, :, :live])
+        hidden = self._run(send(token_ids, self.device), positions, tree_pass)[0, :live]
+        queries = tree_pass.stacked_queries()[:, :, :, :live]
+        return PassOutput(hidden, queries, lambda: self.logits(hidden, num_rows))
 
-    def _run(
-        self, token_ids: Tensor, positions: Tensor, tree_pass: TreePass | NativePass | StaticPass
-    ) -> Tensor:
+    def _run(self, token_ids: Tensor, positions: Tensor, tree_pass: Pass) -> Tensor:
         """Hidden states before the final norm, `[1, T, hidden]`, of tokens and positions `[1, T]`."""
         base: Any = self._base
-        if not self._fused:
+        if not self._arithmetic.is_fused:
             hidden: Tensor = base(
                 input_ids=token_ids, position_ids=positions, use_cache=False, tree_pass=tree_pass
             ).last_hidden_state
@@ -253,26 +245,19 @@ class Target:
             hidden = layer(hidden, position_embeddings=rotary, tree_pass=tree_pass)
         return hidden
 
-    def _new_pass(
-        self, cache: KVCache, visible: Tensor, positions: Tensor, is_prefill: bool
-    ) -> TreePass | NativePass:
+    def _new_pass(self, cache: KVCache, visible: Tensor, positions: Tensor, is_prefill: bool) -> Pass:
         """A pass over the last T rows of a tree, see `attention.new_tree_pass`."""
-        if self._kernels:
+        backend = self._backend
+        if self._arithmetic.is_native and backend.kernels:
             num_rows, num_so_far = visible.shape
             view = cache.view(num_rows, num_so_far - num_rows)
-            return NativePass(self._kernels, view, visible, self.config.num_attention_heads, is_prefill)
-        return new_tree_pass(cache, self.windows, visible, positions, self._group, self._prefix_kernel)
+            return NativePass(backend.kernels, view, visible, self.config.num_attention_heads, is_prefill)
+        return new_tree_pass(cache, self.windows, visible, positions, self._group, backend.prefix)
 
     def normed(self, hidden: Tensor) -> Tensor:
         """The model's final norm: what the lm_head reads, `[T, hidden]`."""
         normed: Tensor = self._norm(hidden)
         return normed
-
-    def logits_of(self, output: PassOutput, num_rows: int | None = None) -> Tensor:
-        """The logits of a pass; the caller may overwrite them."""
-        if output.known_logits is not None:
-            return output.known_logits
-        return self.logits(output.hidden, num_rows)
 
     def logits(self, hidden: Tensor, num_rows: int | None = None) -> Tensor:
         """Final norm and lm_head: `[T, hidden]` -> float32 `[T, vocab]`."""
@@ -314,11 +299,3 @@ class Target:
 def _no_mask(*_: Any, **__: Any) -> None:
     """Mask function of our attention: the tree mask travels with the pass."""
     return None
-
-
-def _kinds_of_linears(base: nn.Module, build: str) -> str:
-    """How the layers of a model multiply."""
-    kinds = {type(module) for module in base.modules() if not library_of(module)}
-    names = {QuantisedLinear: f"quantised {build}", PackedLinear: "packed", nn.Linear: "plain"}
-    own = [name for kind, name in names.items() if kind in kinds]
-    return " and ".join([*own, *sorted({library_of(module) for module in base.modules()} - {""})])

@@ -3,35 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from swiftgen.system.errors import SwiftgenError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
     from transformers import PretrainedConfig, PreTrainedModel
 
-SUPPORTED = {
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "granite": "GraniteForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
+
+@dataclass(frozen=True)
+class Family:
+    """What is known of a model family beyond its config.
+
+    Args:
+        class_name: The transformers class that writes text with it.
+        slides_throughout: Whether all its layers have the sliding window of its config, whatever
+            `layer_types` says.
+        has_plain_layers: Whether its layers compute what those of Llama do, so that they can be fused:
+            others have the same parts and scale a sum, or leave RoPE out.
+    """
+
+    class_name: str
+    slides_throughout: bool = False
+    has_plain_layers: bool = False
+
+
+FAMILIES = {
+    "gemma2": Family("Gemma2ForCausalLM"),
+    "gemma3_text": Family("Gemma3ForCausalLM"),
+    "granite": Family("GraniteForCausalLM"),
+    "llama": Family("LlamaForCausalLM", has_plain_layers=True),
+    "mistral": Family("MistralForCausalLM", slides_throughout=True, has_plain_layers=True),
+    "mixtral": Family("MixtralForCausalLM", slides_throughout=True),
+    "olmo2": Family("Olmo2ForCausalLM"),
+    "phi3": Family("Phi3ForCausalLM", slides_throughout=True),
+    "qwen2": Family("Qwen2ForCausalLM", has_plain_layers=True),
+    "qwen3": Family("Qwen3ForCausalLM", has_plain_layers=True),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", slides_throughout=True),
+    "smollm3": Family("SmolLM3ForCausalLM"),
 }
-"""Families whose tests compare them with transformers; others are compared when they are loaded."""
-_ADVICE = f"Supported are {', '.join(SUPPORTED)}."
+"""By `model_type`, those whose tests compare them with transformers; others are compared when loaded."""
+_ADVICE = f"Supported are {', '.join(FAMILIES)}."
 _NEEDED = (
     *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size"),
     *("intermediate_size", "vocab_size", "max_position_embeddings"),
 )
-_SLIDING_THROUGHOUT = ("mistral", "mixtral", "phi3", "qwen3_moe")  # they do not look at `layer_types`
 _ATTENDING = ("full_attention", "sliding_attention")
 _GROWING_RULES = ("dynamic", "longrope")  # see `positions`
 _ROPE_RULES = ("default", "linear", "llama3", "yarn", *_GROWING_RULES)
@@ -66,7 +84,7 @@ def check_supported(config: Any) -> None:
                 f"{kind} positions are not supported in this {family} model",
                 f"Supported are {', '.join(_ROPE_RULES)}; the last two in all layers alike.",
             )
-    if family not in SUPPORTED:
+    if family not in FAMILIES:
         _check_can_be_tried(config)
 
 
@@ -95,9 +113,25 @@ def layer_windows(config: PretrainedConfig) -> tuple[int | None, ...]:
     kinds = getattr(config, "layer_types", None)
     if window is None or window >= config.max_position_embeddings:
         return (None,) * num_layers
-    if kinds is None or config.model_type in _SLIDING_THROUGHOUT:
+    family = FAMILIES.get(config.model_type)
+    if kinds is None or (family and family.slides_throughout):
         return (int(window),) * num_layers
     return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds[:num_layers])
+
+
+def has_plain_layers(config: PretrainedConfig) -> bool:
+    """See `Family`; of a family without a record, whether it is run by the class of one that has them."""
+    name = _class_name(config.model_type)
+    return any(family.has_plain_layers and family.class_name == name for family in FAMILIES.values())
+
+
+def take_final_norm(base: Any) -> nn.Module:
+    """Take the final norm out of a base model, which gives the states before it from then on."""
+    from torch import nn
+
+    norm: nn.Module = base.norm
+    base.norm = nn.Identity()
+    return norm
 
 
 def logits_rule(config: PretrainedConfig) -> Callable[[Tensor], Tensor]:
@@ -126,8 +160,8 @@ def _class_name(family: object) -> str | None:
     """The class that writes text with this family, if transformers has one."""
     if not isinstance(family, str):
         return None
-    if family in SUPPORTED:
-        return SUPPORTED[family]
+    if family in FAMILIES:
+        return FAMILIES[family].class_name
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(family)

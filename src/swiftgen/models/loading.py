@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from swiftgen.models.architectures import SUPPORTED, check_family, check_supported, model_class
+from swiftgen.models.architectures import FAMILIES, check_family, check_supported, model_class
 from swiftgen.models.conversion import converted_copy, quiet_transformers
 from swiftgen.models.gguf_weights import attach_quantised, quantised_bytes
 from swiftgen.models.libraries import bytes_loaded, check_quantiser, quantisation_config, stored_method
@@ -196,7 +196,7 @@ def _load_config(folder: Path) -> PretrainedConfig:
     raw = _read_json(folder / "config.json")
     if raw is None:
         raise SwiftgenError(f"{folder / 'config.json'} is damaged", "Fetch or copy the model again.")
-    if raw.get("model_type") not in SUPPORTED:  # may be unknown to transformers, or need code from the hub
+    if raw.get("model_type") not in FAMILIES:  # may be unknown to transformers, or need code from the hub
         check_family(raw.get("model_type"))
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from swiftgen.models.architectures import logits_rule
+from swiftgen.models.architectures import logits_rule, take_final_norm
 
 
 class FrozenBase:
@@ -29,8 +29,7 @@ class FrozenBase:
         self.config = model.config
         self.device, self.dtype = model.device, model.dtype
         self._decoder: nn.Module = model.base_model
-        self.norm: nn.Module = self._decoder.norm
-        self._decoder.norm = nn.Identity()
+        self.norm = take_final_norm(self._decoder)
         self.lm_head: nn.Linear = model.lm_head
         self.embedding: nn.Embedding = model.get_input_embeddings()
         self.finish_logits = logits_rule(model.config)

@@ -34,6 +34,7 @@ from swiftgen.decoding.drafters.self_draft import MAX_PASSES, SelfDrafter
 from swiftgen.decoding.planner import Planner
 from swiftgen.decoding.sampling import History, Sampler, keyed_gumbel
 from swiftgen.forward.cache import PartialCache
+from swiftgen.forward.target import Target
 from swiftgen.forward.tree import DraftTree
 from swiftgen.heads.modules import DraftHeads, new_heads
 from swiftgen.native.build import kernels_for
@@ -510,17 +511,21 @@ class TestSelfDrafter:
         self.chained(sampler(), Pace(1e-9), max_depth=3)
         assert num_passes == 3
 
-    def test_a_chain_of_passes_fits_into_one_pass(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(tiny_target(), "pass_sizes", (2, 4))
-        assert self.chained(sampler(), Pace(1e-9)).depth == 4
+    def test_a_chain_of_passes_fits_into_one_pass(self):
+        small = tiny_target().with_pass_sizes((2, 4))
+        assert self.chained(sampler(), Pace(1e-9), target=small).depth == 4
 
     def chained(
-        self, sample: Sampler, pace: Pace | None, heads: ReadyHeads | None = None, max_depth: int = 20
+        self,
+        sample: Sampler,
+        pace: Pace | None,
+        heads: ReadyHeads | None = None,
+        max_depth: int = 20,
+        target: Target | None = None,
     ) -> DraftTree:
-        partial = PartialCache(tiny_target().cache_shape, budget=100, num_sinks=2)
-        drafter = SelfDrafter(
-            tiny_target(), sample, partial, heads, [2, 2, 2], pace=pace, stopwatch=ticking()
-        )
+        target = target or tiny_target()
+        partial = PartialCache(target.cache_shape, budget=100, num_sinks=2)
+        drafter = SelfDrafter(target, sample, partial, heads, [2, 2, 2], pace=pace, stopwatch=ticking())
         return drafted_by(drafter, max_depth)
 
     def test_no_draft_pass_is_made_where_nothing_may_be_drafted(self, monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,123 @@
+"""What the rounding of a target's results depends on, beside the hardware."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from swiftgen.forward.backend import Backend
+from swiftgen.forward.cache import BLOCK_TOKENS
+from swiftgen.forward.layers import is_silu
+from swiftgen.forward.linear import PackedLinear, QuantisedLinear, can_pack
+from swiftgen.models.architectures import has_plain_layers, layer_windows
+from swiftgen.models.libraries import library_of
+from swiftgen.system.devices import device_name
+from swiftgen.system.errors import SwiftgenError
+from swiftgen.system.ranks import num_ranks
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """How a target computes.
+
+    Args:
+        device, dtype: Of the model.
+        backend: What it has to compute with.
+        linears: How its layers multiply, see `kinds_of_linears`.
+        has_windows: Whether layers of it have a sliding window.
+        is_fused: Whether its layers are fused.
+        is_native: Whether the native kernels run them.
+
+    Raises:
+        SwiftgenError: If the native kernels are asked for, and do not run the layers.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    backend: Backend
+    linears: str
+    has_windows: bool
+    is_fused: bool
+    is_native: bool
+
+    def __post_init__(self) -> None:
+        if self.backend.asked == "native" and not self.is_native:
+            raise SwiftgenError(
+                "the native CPU kernels do not fit the layers of this model",
+                "use `--set model.attention=auto`",
+            )
+
+    @cached_property
+    def is_static(self) -> bool:
+        """Whether passes with static shapes run the model.
+
+        They cannot where something is decided by values on the device (experts), where a window moves with
+        the text, where other ranks are waited for, or where weights are multiplied in ways that a graph may
+        not hold.
+        """
+        is_plain = self.linears in ("plain", "packed") and self.is_fused and not self.is_native
+        has_kernel = self.backend.static_prefix is not None
+        return has_kernel and is_plain and not self.has_windows and num_ranks() == 1
+
+    def described(self) -> dict[str, object]:
+        """As it is recorded."""
+        kernels = self.backend.kernels
+        attention = f"native {kernels.build}" if kernels and self.is_native else self.backend.prefix.__name__
+        return {
+            "torch": torch.__version__,
+            "device": device_name(self.device),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "attention": attention,
+            "linears": self.linears,
+            "fused_layers": self.is_fused,
+            "static_shapes": self.is_static,
+            "block_tokens": BLOCK_TOKENS,
+            "ranks": num_ranks(),
+        }
+
+
+def kinds_of_linears(base: nn.Module, build: str) -> str:
+    """How the layers of a model multiply.
+
+    Args:
+        build: Of the native kernels.
+    """
+    kinds = {type(module) for module in base.modules() if not library_of(module)}
+    names = {QuantisedLinear: f"quantised {build}", PackedLinear: "packed", nn.Linear: "plain"}
+    own = [name for kind, name in names.items() if kind in kinds]
+    return " and ".join([*own, *sorted({library_of(module) for module in base.modules()} - {""})])
+
+
+def arithmetic_of(
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: Backend,
+    is_quantised: bool = False,
+) -> dict[str, object]:
+    """What `Target.arithmetic` of a model will be, without its weights.
+
+    Args:
+        config: of the model, which is of a supported architecture.
+        dtype, device: as it is loaded.
+        is_quantised: whether all its weights are there in few bits.
+
+    Raises:
+        SwiftgenError: if the attention asked for cannot run here.
+    """
+    from transformers.activations import ACT2FN
+
+    kernels, has_windows = backend.kernels, any(layer_windows(config))
+    linears = "packed" if can_pack(device, dtype) else "plain"
+    if is_quantised and kernels:
+        linears = f"quantised {kernels.build}"
+    is_fused = has_plain_layers(config)
+    is_native = kernels is not None and is_fused and not has_windows and is_silu(ACT2FN[config.hidden_act])
+    return Arithmetic(device, dtype, backend, linears, has_windows, is_fused, is_native).described()
