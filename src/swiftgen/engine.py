@@ -33,7 +33,8 @@ from swiftgen.models.loading import LoadedModel, load_weights, open_model
 from swiftgen.models.positions import planned_config
 from swiftgen.native.build import kernels_for
 from swiftgen.native.kernels import Kernels
-from swiftgen.settings.presets import Preset, in_memory, load_preset
+from swiftgen.settings.presets import load_preset
+from swiftgen.settings.schema import Preset, in_memory
 from swiftgen.system import ranks
 from swiftgen.system.devices import memory_errors
 from swiftgen.system.errors import SwiftgenError

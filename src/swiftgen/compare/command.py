@@ -27,7 +27,8 @@ from swiftgen.compare.sweep import parse_sweep, ways_of
 from swiftgen.compare.tables import describe
 from swiftgen.document.manifest import installed_versions, now_utc
 from swiftgen.engine import Engine
-from swiftgen.settings.presets import Preset, in_memory, load_preset
+from swiftgen.settings.presets import load_preset
+from swiftgen.settings.schema import Preset, in_memory
 from swiftgen.system.errors import EXIT_INTERRUPTED, SwiftgenError, first_line
 from swiftgen.system.redaction import redacted
 

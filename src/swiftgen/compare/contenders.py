@@ -14,7 +14,7 @@ from typing import Any
 from swiftgen.commands.process import load_engine
 from swiftgen.decoding.decode import StepEvent
 from swiftgen.engine import Engine
-from swiftgen.settings.presets import Preset, in_memory
+from swiftgen.settings.schema import Preset, in_memory
 from swiftgen.system.errors import SwiftgenError
 
 OnEvent = Callable[[StepEvent], object]

@@ -20,7 +20,7 @@ from swiftgen.decoding.stopwatch import Stopwatch
 from swiftgen.forward.cache import BLOCK_TOKENS, PartialCache
 from swiftgen.forward.memory import MemoryEstimate, estimate_memory
 from swiftgen.forward.target import Target
-from swiftgen.settings.presets import Preset, num_ngram_nodes, num_tree_nodes
+from swiftgen.settings.schema import Preset, num_ngram_nodes, num_tree_nodes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from swiftgen.decoding.drafters.base import Committed, Pace
-from swiftgen.decoding.sampling import History, Sampler
+from swiftgen.decoding.history import History
+from swiftgen.decoding.sampling import Sampler
 from swiftgen.decoding.stopwatch import REAL_TIME, Stopwatch
 from swiftgen.forward.linear import MakeLinear, QuantisedLinear, linear_maker, replace_linears
 from swiftgen.forward.target import Target

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from swiftgen.decoding.drafters.base import Committed
-from swiftgen.decoding.sampling import History
+from swiftgen.decoding.history import History
 from swiftgen.forward.tree import DraftTree
 
 SOURCE = "lookup"
