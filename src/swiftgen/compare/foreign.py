@@ -13,15 +13,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swiftgen.compare.contenders import OnEvent, Run
+from swiftgen.compare.contenders import Contender, OnEvent, Run
 from swiftgen.decoding.decode import StepEvent
 from swiftgen.engine import Engine
 from swiftgen.models.loading import load_weights
 from swiftgen.models.sources import resolve_source
 from swiftgen.system.errors import SwiftgenError
 
+FOREIGN = {
+    "hf": "Hugging Face transformers, generate",
+    "hf-lookup": "Hugging Face transformers, generate with prompt lookup",
+    "llama.cpp": "llama.cpp through llama-cpp-python",
+    "vllm": "vLLM",
+}
 LOOKUP_TOKENS = 10  # transformers' own documentation suggests it
 _NO_WINDOW = "its penalty sees the whole context, not the last {W:,} tokens"
+
+
+class Foreign:
+    """Programs of others as contenders; both ways of `generate` share one model, loaded on first use.
+
+    Args:
+        engine: Under the settings to be matched.
+        total_tokens: Of prompt and text.
+    """
+
+    def __init__(self, engine: Engine, total_tokens: int) -> None:
+        self._engine, self._total_tokens = engine, total_tokens
+        self._hf: Any = None
+
+    def contender(self, name: str, prompt_ids: Sequence[int], reference: str) -> Contender:
+        """A contender by its name.
+
+        Raises:
+            SwiftgenError: it is not installed, or cannot run this preset.
+        """
+        if name.startswith("hf"):
+            self._hf = self._hf or hf_runs(self._engine, self._total_tokens)
+            run, notes = self._hf(name == "hf-lookup")
+        else:
+            make = {"llama.cpp": llama_cpp_run, "vllm": vllm_run}[name]
+            run, notes = make(self._engine, self._total_tokens)
+        return Contender(name, FOREIGN[name], run, prompt_ids, reference, False, notes)
 
 
 def hf_runs(engine: Engine, total_tokens: int) -> Callable[[bool], tuple[Run, tuple[str, ...]]]:
