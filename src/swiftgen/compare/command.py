@@ -19,7 +19,7 @@ from swiftgen.commands.prompts import read_prompt
 from swiftgen.commands.stdout import write_stdout
 from swiftgen.commands.write import MAX_SEED
 from swiftgen.compare.contenders import AR, OWN_WAYS, SUBJECT, Contender, OwnEngine, Way
-from swiftgen.compare.foreign import FOREIGN, Foreign
+from swiftgen.compare.foreign import FOREIGN, ForeignPrograms
 from swiftgen.compare.measure import Run, run_in_turns
 from swiftgen.compare.report import CSV_NAME, HTML_NAME, JSON_NAME, check_folder, write_report
 from swiftgen.compare.results import Comparison, standings_of, to_json
@@ -167,7 +167,7 @@ class _Session:
         self._own.load([self._preset])
         engine = self._own.engine
         subject = self._own.contender(Way(SUBJECT, f"swiftgen, draft={self._preset.draft}", self._preset, ""))
-        foreign = Foreign(engine, len(subject.prompt_ids) + self._request.num_tokens)
+        foreign = ForeignPrograms(engine, len(subject.prompt_ids) + self._request.num_tokens)
         for name in self._baselines:
             reference = contenders[0].name if contenders else ""
             try:

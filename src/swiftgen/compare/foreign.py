@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swiftgen.compare.contenders import Contender, OnEvent, Run
+from swiftgen.compare.contenders import Contender, OnEvent, Runner
 from swiftgen.decoding.decode import StepEvent
 from swiftgen.engine import Engine
 from swiftgen.models.loading import load_weights
@@ -30,7 +30,7 @@ LOOKUP_TOKENS = 10  # transformers' own documentation suggests it
 _NO_WINDOW = "its penalty sees the whole context, not the last {W:,} tokens"
 
 
-class Foreign:
+class ForeignPrograms:
     """Programs of others as contenders; both ways of `generate` share one model, loaded on first use.
 
     Args:
@@ -57,11 +57,11 @@ class Foreign:
         return Contender(name, FOREIGN[name], run, prompt_ids, reference, False, notes)
 
 
-def hf_runs(engine: Engine, total_tokens: int) -> Callable[[bool], tuple[Run, tuple[str, ...]]]:
+def hf_runs(engine: Engine, total_tokens: int) -> Callable[[bool], tuple[Runner, tuple[str, ...]]]:
     """Runs of transformers' `generate` with one more copy of the model; the argument is for prompt lookup."""
     model = load_weights(engine.opened, total_tokens, engine.preset.long_context == "yarn").model
 
-    def make(with_lookup: bool) -> tuple[Run, tuple[str, ...]]:
+    def make(with_lookup: bool) -> tuple[Runner, tuple[str, ...]]:
         options, notes = generate_options(engine)
         if with_lookup:
             options["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
@@ -138,7 +138,7 @@ class _EventStreamer:
         """See transformers' BaseStreamer."""
 
 
-def llama_cpp_run(engine: Engine, total_tokens: int) -> tuple[Run, tuple[str, ...]]:
+def llama_cpp_run(engine: Engine, total_tokens: int) -> tuple[Runner, tuple[str, ...]]:
     """llama.cpp on the GGUF file that the preset names.
 
     Raises:
@@ -180,7 +180,7 @@ def llama_cpp_run(engine: Engine, total_tokens: int) -> tuple[Run, tuple[str, ..
     return run, tuple(notes)
 
 
-def vllm_run(engine: Engine, total_tokens: int) -> tuple[Run, tuple[str, ...]]:
+def vllm_run(engine: Engine, total_tokens: int) -> tuple[Runner, tuple[str, ...]]:
     """vLLM on the preset's model.
 
     Raises:

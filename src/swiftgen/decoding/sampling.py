@@ -130,7 +130,7 @@ class Sampler:
         positions, windows = send(positions, logits.device), send(windows, logits.device)
         columns = self._narrowed(logits, windows)
         ids = columns if self._tokens is None else self._tokens[columns]
-        if (kernels := self._native(logits)) and not self.settings.top_k:
+        if (kernels := self._usable_kernels(logits)) and not self.settings.top_k:
             s = self.settings
             return kernels.score(logits, columns, ids, positions, self.seed, s.temperature, s.min_p), ids
         if len(columns) < logits.shape[1]:
@@ -149,11 +149,11 @@ class Sampler:
 
     def process(self, logits: Tensor, windows: Tensor) -> Tensor:
         """Penalty, suppression, temperature and filters; float32 `[T, vocab]`, in place."""
-        self._adjust(logits, send(windows, logits.device))
+        self._penalise_and_suppress(logits, send(windows, logits.device))
         return self._filtered(logits)
 
-    def _adjust(self, logits: Tensor, windows: Tensor) -> None:
-        """Penalty and suppression."""
+    def _penalise_and_suppress(self, logits: Tensor, windows: Tensor) -> None:
+        """In place."""
         if self.W:
             penalise(logits, windows if self._columns is None else self._columns[windows], self.theta)
         if len(self._suppressed):
@@ -169,16 +169,16 @@ class Sampler:
         """
         s = self.settings
         if logits.is_cuda or not self._min_p_decides:
-            self._adjust(logits, windows)
+            self._penalise_and_suppress(logits, windows)
             return torch.arange(logits.shape[1], device=logits.device)
         reach = -s.temperature * math.log(s.min_p)
-        if kernels := self._native(logits):
+        if kernels := self._usable_kernels(logits):
             windows = windows if self._columns is None else self._columns[windows]
             windows = windows[:, : windows.shape[1] if self.W else 0].contiguous()
             return kernels.narrow(
                 logits, windows, self.theta, self._suppression(logits.shape[1]), reach, _LOGIT_SLACK
             )
-        self._adjust(logits, windows)
+        self._penalise_and_suppress(logits, windows)
         largest = logits.amax(dim=-1, keepdim=True)
         slack = _LOGIT_SLACK * (1.0 + largest.abs())  # for the rounding of the temperature
         limit = largest - reach - slack
@@ -190,8 +190,8 @@ class Sampler:
         s = self.settings
         return bool(s.temperature and s.min_p and s.top_p >= 1 and not s.eta and s.min_tokens_to_keep == 1)
 
-    def _native(self, logits: Tensor) -> Kernels | None:
-        """The kernels, where they can do it."""
+    def _usable_kernels(self, logits: Tensor) -> Kernels | None:
+        """The kernels, where they can narrow and score these logits."""
         fits = self._min_p_decides and logits.device.type == "cpu" and logits.is_contiguous()
         return self._kernels if fits else None
 
