@@ -18,7 +18,8 @@ from support.model_files import MAX_POSITIONS, save_model, tiny_tokenizer
 from swiftgen.cli.app import main
 from swiftgen.decoding.planner import PassCosts
 from swiftgen.engine import Engine
-from swiftgen.settings.presets import Preset, load_preset
+from swiftgen.settings.presets import load_preset
+from swiftgen.settings.schema import Preset
 
 # Background jobs and nohup ignore these, and so would all processes that tests start.
 for name, handler in (("SIGINT", signal.default_int_handler), ("SIGHUP", signal.SIG_DFL)):

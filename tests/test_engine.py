@@ -17,7 +17,8 @@ from swiftgen.decoding.decode import StepEvent
 from swiftgen.engine import Engine
 from swiftgen.heads.files import HeadsInfo, save_heads
 from swiftgen.heads.modules import new_heads
-from swiftgen.settings.presets import Preset, load_preset
+from swiftgen.settings.presets import load_preset
+from swiftgen.settings.schema import Preset
 from swiftgen.system.errors import SwiftgenError
 
 pytestmark = pytest.mark.usefixtures("module_cache")

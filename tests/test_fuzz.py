@@ -41,7 +41,8 @@ from swiftgen.heads.files import WEIGHTS_FILE, HeadsInfo, check_heads, load_head
 from swiftgen.models import wheels
 from swiftgen.models.loading import load_model, open_model
 from swiftgen.settings.files import dump_yaml
-from swiftgen.settings.presets import _fields, load_preset
+from swiftgen.settings.presets import load_preset
+from swiftgen.settings.schema import setting_fields
 from swiftgen.system.errors import SwiftgenError
 from swiftgen.training.texts import TEXTS_FILE, Texts, load_texts, read_documents, save_texts
 
@@ -282,7 +283,7 @@ def test_any_bytes_as_a_preset(fuzz: Fuzz, tmp_path: Path, call: Call) -> None:
 
 
 def test_any_value_of_any_setting_in_a_preset(fuzz: Fuzz, tmp_path: Path, call: Call) -> None:
-    names = st.sampled_from([*_fields(), "extends", "model", "sampler"])
+    names = st.sampled_from([*setting_fields(), "extends", "model", "sampler"])
 
     def check(changes: Mapping[str, Any]) -> None:
         data: dict[str, Any] = {"extends": "smollm2-135m"}
@@ -317,7 +318,7 @@ arguments = st.text(max_size=12).map(as_argument) | st.binary(max_size=12).map(
 
 
 def test_any_setting_by_name(fuzz: Fuzz, call: Call, fake_load: None) -> None:
-    keys = st.sampled_from([*_fields(), "model", "sampler", "", "K"]) | arguments
+    keys = st.sampled_from([*setting_fields(), "model", "sampler", "", "K"]) | arguments
     raw = fragments.map(as_argument) | arguments | values.map(lambda v: yaml.dump(v).strip())
     texts = st.tuples(keys, st.sampled_from(["=", "=", "=", "", "=="]), raw).map("".join)
     fuzz(

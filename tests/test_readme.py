@@ -21,7 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import swiftgen
 from swiftgen.cli.app import app
-from swiftgen.settings.presets import Preset, list_presets, load_preset, parse_override
+from swiftgen.settings.presets import list_presets, load_preset, parse_override
+from swiftgen.settings.schema import Preset
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"

@@ -31,7 +31,8 @@ from swiftgen.heads.modules import DraftHeads
 from swiftgen.models.architectures import head_dim
 from swiftgen.models.loading import LoadedModel, load_weights, open_model
 from swiftgen.models.positions import planned_config
-from swiftgen.settings.presets import Preset, in_memory, load_preset
+from swiftgen.settings.presets import load_preset
+from swiftgen.settings.schema import Preset, in_memory
 from swiftgen.system import ranks
 from swiftgen.system.devices import memory_errors
 from swiftgen.system.errors import SwiftgenError
@@ -231,7 +232,7 @@ class Engine:
             preset: With this engine's heads or none.
 
         Raises:
-            ValueError: for settings that another engine has to be made for, see `presets.in_memory`.
+            ValueError: for settings that another engine has to be made for, see `schema.in_memory`.
         """
         heads = preset.heads or self.preset.heads
         if in_memory(preset.model_copy(update={"heads": heads})) != in_memory(self.preset):

@@ -22,7 +22,8 @@ from swiftgen.cli.app import main
 from swiftgen.commands.prompts import DEFAULT_PROMPT
 from swiftgen.document.document import read_tokens
 from swiftgen.document.manifest import read_manifest
-from swiftgen.settings.presets import DEFAULT_PRESET, Preset
+from swiftgen.settings.presets import DEFAULT_PRESET
+from swiftgen.settings.schema import Preset
 from swiftgen.system.errors import SwiftgenError
 
 

@@ -32,7 +32,7 @@ from swiftgen.decoding.decode import StepEvent
 from swiftgen.heads.files import HeadsInfo, save_heads
 from swiftgen.heads.modules import new_heads
 from swiftgen.native.build import kernels_for
-from swiftgen.settings.presets import IN_MEMORY, WITHOUT_EFFECT, _fields
+from swiftgen.settings.schema import IN_MEMORY, WITHOUT_EFFECT, setting_fields
 from swiftgen.system.errors import SwiftgenError
 
 pytestmark = pytest.mark.usefixtures("module_cache")
@@ -301,7 +301,7 @@ def test_the_plan_that_reads_a_setting_is_named(text: str):
 
 @pytest.mark.parametrize("name", IN_MEMORY + WITHOUT_EFFECT)
 def test_what_sweeps_know_of_settings_are_settings(name: str):
-    assert any(f"{key}.".startswith(f"{name}.") for key in _fields())
+    assert any(f"{key}.".startswith(f"{name}.") for key in setting_fields())
 
 
 def test_every_setting_can_be_swept_or_is_refused():
@@ -309,7 +309,7 @@ def test_every_setting_can_be_swept_or_is_refused():
     for key in refused:
         with pytest.raises(SwiftgenError, match=f"{key} cannot be swept"):
             parse_sweep(f"{key}=x", "auto")
-    for key in _fields().keys() - refused:
+    for key in setting_fields().keys() - refused:
         (point,) = parse_sweep(f"{key}=x", "paper").points
         assert point.needs_engine == (key.startswith("model.") or key in ("heads", "long_context"))
         assert point.changes_text == (key not in _OF_DRAFTING)

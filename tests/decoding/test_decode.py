@@ -18,8 +18,9 @@ from swiftgen.decoding.decode import StepEvent, decode
 from swiftgen.decoding.drafters.base import Committed
 from swiftgen.decoding.drafters.ngram import NgramDrafter
 from swiftgen.decoding.drafters.self_draft import SelfDrafter
+from swiftgen.decoding.history import History
 from swiftgen.decoding.planner import Planner
-from swiftgen.decoding.sampling import History, Sampler
+from swiftgen.decoding.sampling import Sampler
 from swiftgen.forward.cache import BLOCK_TOKENS, PartialCache
 from swiftgen.forward.target import Target
 from swiftgen.forward.tree import DraftTree

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from swiftgen.decoding.drafters.base import Pace
+from swiftgen.decoding.history import History
 from swiftgen.decoding.planner import (
     FIRST_PROBE,
     LAST_PROBE,
@@ -17,7 +18,6 @@ from swiftgen.decoding.planner import (
     PassCosts,
     Planner,
 )
-from swiftgen.decoding.sampling import History
 from swiftgen.decoding.stopwatch import Stopwatch
 from swiftgen.forward.tree import DraftTree
 

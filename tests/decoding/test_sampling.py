@@ -1,4 +1,4 @@
-"""Keyed noise, the penalty and its windows, the processors, and that picks follow the distribution."""
+"""The penalty, the processors, and that picks follow the distribution."""
 
 from __future__ import annotations
 
@@ -19,94 +19,21 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from support.sampling import VOCAB_SIZE, chi_square_limit, random_history, random_tree
 from support.tiny import sampler
 from swiftgen.decoding import sampling
-from swiftgen.decoding.sampling import NEG_INF, History, Sampler, keyed_gumbel, penalise
+from swiftgen.decoding.noise import keyed_gumbel
+from swiftgen.decoding.sampling import NEG_INF, Sampler, penalise
 from swiftgen.forward.tree import DraftTree
 from swiftgen.native.build import kernels_for
-from swiftgen.settings.presets import SamplerSettings
+from swiftgen.settings.schema import SamplerSettings
 
-VOCAB_SIZE = 60
 NO_WINDOW = torch.zeros(1, 1, dtype=torch.int64)
 
 
 def random_logits(num_rows: int, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return 2 * torch.randn(num_rows, vocab_size, generator=generator)
-
-
-def grid(seed: int, num_positions: int, num_tokens: int) -> Tensor:
-    return keyed_gumbel(seed, torch.arange(num_positions)[:, None], torch.arange(num_tokens)[None])
-
-
-def chi_square_limit(degrees: int) -> float:
-    """Exceeded by chance in 1 of 10,000 cases (Wilson and Hilferty 1931)."""
-    spread = 2 / (9 * degrees)
-    return degrees * (1 - spread + 3.719 * math.sqrt(spread)) ** 3
-
-
-class TestKeyedNoise:
-    def test_the_same_key_gives_the_same_noise(self):
-        assert torch.equal(grid(7, 20, 30), grid(7, 20, 30))
-
-    def test_seed_position_and_token_each_change_it(self):
-        values = torch.cat([grid(seed, 40, 50).flatten() for seed in (0, 1, 2, 2**40, -1)])
-        assert len(values.unique()) == 5 * 40 * 50
-
-    def test_a_value_does_not_depend_on_what_is_computed_with_it(self):
-        whole = grid(3, 13, 37)
-        flat = keyed_gumbel(3, torch.arange(13).repeat_interleave(37), torch.arange(37).repeat(13))
-        assert torch.equal(flat.view(13, 37), whole)
-        for position in range(13):
-            row = keyed_gumbel(3, torch.tensor(position), torch.arange(37).flip(0)).flip(0)
-            assert torch.equal(row, whole[position])
-            alone = keyed_gumbel(3, torch.tensor([position]), torch.tensor([31]))
-            assert alone.item() == whole[position, 31].item()
-
-    def test_it_has_the_moments_of_gumbel_noise(self):
-        noise = grid(11, 1000, 1000)
-        # Standard error of the mean: sqrt(pi^2 / 6 / 10^6) = 0.0013; of the variance, kurtosis 5.4: 0.0034.
-        assert noise.mean().item() == pytest.approx(0.5772, abs=4 * 0.0013)
-        assert noise.var().item() == pytest.approx(math.pi**2 / 6, abs=4 * 0.0034)
-
-    def test_its_deciles_are_those_of_gumbel_noise(self):
-        uniform = torch.exp(-torch.exp(-grid(5, 1000, 1000).flatten()))
-        counts = torch.histc(uniform, bins=10, min=0, max=1)
-        assert ((counts - 1e5) ** 2 / 1e5).sum().item() < chi_square_limit(9)
-
-    def test_neighbours_are_not_correlated(self):
-        def correlation(a: Tensor, b: Tensor) -> float:
-            return torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1].item()
-
-        noise = grid(0, 501, 501)  # 250,000 pairs: standard error 0.002
-        assert abs(correlation(noise[1:], noise[:-1])) < 0.008  # positions
-        assert abs(correlation(noise[:, 1:], noise[:, :-1])) < 0.008  # tokens
-        assert abs(correlation(noise[1:, :-1], noise[:-1, 1:])) < 0.008  # both, in opposite directions
-        assert abs(correlation(noise, grid(1, 501, 501))) < 0.008  # seeds
-
-    @pytest.mark.parametrize(("bits", "sign"), [(2**64 - 1, 1), (0, -1)])
-    def test_even_the_extreme_hashes_give_finite_noise(self, bits: int, sign: int):
-        token = token_with_hash(bits, seed=0, position=9)
-        noise = keyed_gumbel(0, torch.tensor([9]), torch.tensor([token])).item()
-        assert 3.5 < sign * noise < 37  # -log(-log(u)) for u within 2^-52 of 0 or 1
-
-
-def token_with_hash(bits: int, seed: int, position: int) -> int:
-    """The token id whose hash is `bits`: every step of splitmix64 has an inverse."""
-    word, golden = 2**64 - 1, sampling._GOLDEN
-
-    def undo_shift(y: int, by: int) -> int:
-        x = y
-        for _ in range(64 // by):
-            x = y ^ (x >> by)
-        return x
-
-    x = undo_shift(bits, 31)
-    x = undo_shift(x * pow(sampling._MIX2, -1, 2**64) & word, 27)
-    x = undo_shift(x * pow(sampling._MIX1, -1, 2**64) & word, 30)
-    key = sampling._mix(sampling._mix(torch.tensor(seed) * golden + 1) + torch.tensor(position) * golden)
-    token = (x - int(key)) * pow(golden, -1, 2**64) & word
-    return token - ((token >> 63) << 64)
 
 
 class TestPenalty:
@@ -146,63 +73,6 @@ class TestPenalty:
         logits = random_logits(1)
         penalised = sampler(W=0, theta=2.0)
         assert torch.equal(penalised.process(logits.clone(), history.windows(tree, 0)), logits)
-
-
-def random_history(text: list[int]) -> History:
-    history = History(200)
-    history.extend(text[:1])
-    history.extend(text[1:])
-    return history
-
-
-def random_tree(seed: int, root_token: int, num_nodes: int = 25) -> DraftTree:
-    rng = random.Random(seed)
-    tree = DraftTree(root_token, max_depth=6)
-    while len(tree) < num_nodes:
-        tree.add(rng.randrange(len(tree)), rng.randrange(VOCAB_SIZE), "base")
-    return tree
-
-
-class TestHistory:
-    def test_it_keeps_what_was_written(self):
-        history = random_history([4, 5, 6])
-        assert (len(history), history.last(2), history.last(9)) == (3, [5, 6], [4, 5, 6])
-        history.extend([7])
-        assert history.last(1) == [7]
-
-    @pytest.mark.parametrize("W", [1, 2, 4, 8, 50])
-    def test_a_window_holds_the_last_tokens_with_those_of_the_path(self, W: int):
-        for seed in range(20):
-            rng = random.Random(100 + seed)
-            text = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([1, 3, 8, 40]))]
-            tree = random_tree(seed, text[-1])
-            windows = random_history(text).windows(tree, W)
-            assert windows.shape[0] == len(tree)
-            for node in range(len(tree)):
-                seen = text + [tree.tokens[step] for step in tree.path(node)[1:]]
-                assert set(windows[node].tolist()) == set(seen[-W:])
-
-    @pytest.mark.parametrize("W", [2**31, 2**63, 10**30])
-    def test_a_window_longer_than_the_text_is_all_of_it(self, W: int):
-        history, tree = random_history([1, 2, 3]), random_tree(0, 3)
-        assert torch.equal(history.windows(tree, W), history.windows(tree, 3 + tree.depth))
-
-    def test_a_window_by_hand(self):
-        tree = DraftTree(3, max_depth=2)
-        tree.add_path(0, [8, 9], "base")
-        windows = random_history([1, 2, 3]).windows(tree, 2)
-        assert [set(row) for row in windows.tolist()] == [{2, 3}, {3, 8}, {8, 9}]
-
-    @pytest.mark.parametrize("W", [0, 1, 3, 50])
-    def test_windows_of_some_nodes_are_those_of_all_nodes(self, W: int):
-        for seed in range(20):
-            text = [seed, 1, 2, 3, 4]
-            history, tree = random_history(text), random_tree(seed, text[-1])
-            nodes = random.Random(seed).sample(range(len(tree)), 6)
-            some, every = history.windows(tree, W, nodes), history.windows(tree, W)
-            assert some.shape[0] == 6
-            for row, node in enumerate(nodes):
-                assert set(some[row].tolist()) == set(every[node].tolist())
 
 
 Settings = dict[str, float]

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from support.tiny import new_cache, new_target, tiny_model
 from swiftgen.decoding.decode import decode
+from swiftgen.decoding.history import History
 from swiftgen.decoding.planner import Planner
-from swiftgen.decoding.sampling import History, Sampler
+from swiftgen.decoding.sampling import Sampler
 from swiftgen.forward.cache import FullCache
 from swiftgen.forward.target import PassOutput, Target
 from swiftgen.forward.tree import DraftTree
-from swiftgen.settings.presets import SamplerSettings
+from swiftgen.settings.schema import SamplerSettings
 
 VOCAB_SIZE, PROMPT, NUM_TOKENS = 5, [3], 3
 NUM_SEEDS = 20_000

@@ -18,7 +18,8 @@ from support.tiny import ReadyHeads, new_cache, new_target, sampler, tiny_model
 from swiftgen.decoding.drafters.base import Committed
 from swiftgen.decoding.drafters.heads import calibrated
 from swiftgen.decoding.drafters.self_draft import SelfDrafter
-from swiftgen.decoding.sampling import History, keyed_gumbel
+from swiftgen.decoding.history import History
+from swiftgen.decoding.noise import keyed_gumbel
 from swiftgen.forward.cache import PartialCache
 from swiftgen.forward.tree import DraftTree
 from swiftgen.heads.files import WEIGHTS_FILE, HeadsInfo, check_heads, load_heads, read_reference, save_heads

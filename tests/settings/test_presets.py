@@ -10,17 +10,13 @@ import pytest
 from pydantic import ValidationError
 
 from swiftgen.settings.plans import PLANS
-from swiftgen.settings.presets import (
-    DEFAULT_PRESET,
+from swiftgen.settings.presets import DEFAULT_PRESET, list_presets, load_preset, parse_override, preset_yaml
+from swiftgen.settings.schema import (
     MAX_DRAFTED_NODES,
     ModelSettings,
     Preset,
-    list_presets,
-    load_preset,
     num_drafted_nodes,
     num_tree_nodes,
-    parse_override,
-    preset_yaml,
 )
 from swiftgen.system.errors import SwiftgenError
 

@@ -14,8 +14,9 @@ from swiftgen.decoding.drafters.heads import HeadsDrafter, ReadyHeads
 from swiftgen.decoding.drafters.lookup import LookupDrafter
 from swiftgen.decoding.drafters.ngram import NgramDrafter
 from swiftgen.decoding.drafters.self_draft import SelfDrafter
+from swiftgen.decoding.history import History
 from swiftgen.decoding.planner import Planner
-from swiftgen.decoding.sampling import History, Sampler
+from swiftgen.decoding.sampling import Sampler
 from swiftgen.forward.cache import PartialCache
 from swiftgen.forward.target import Target
 from swiftgen.forward.tree import DraftTree

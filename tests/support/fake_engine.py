@@ -11,7 +11,7 @@ from typing import Any
 
 import swiftgen
 from swiftgen.cli.app import main
-from swiftgen.settings.presets import Preset
+from swiftgen.settings.schema import Preset
 from swiftgen.system.errors import SwiftgenError
 
 WORDS = ["Zoë", " saw", " 日本", "\n"]

@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
-from swiftgen.settings.presets import Preset, load_preset
+from swiftgen.settings.presets import load_preset
+from swiftgen.settings.schema import Preset
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 VOCAB_SIZE = len(ALPHABET) + 2

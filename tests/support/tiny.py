@@ -25,7 +25,7 @@ from swiftgen.forward.tree import DraftTree
 from swiftgen.heads.modules import DraftHeads, new_heads
 from swiftgen.models.architectures import head_dim
 from swiftgen.models.positions import planned_config
-from swiftgen.settings.presets import SamplerSettings
+from swiftgen.settings.schema import SamplerSettings
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 _WIDE = {"head_dim": 16, "intermediate_size": 64}

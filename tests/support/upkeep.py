@@ -9,7 +9,7 @@ from swiftgen.decoding.decode import StepEvent
 from swiftgen.decoding.drafters.base import Committed
 from swiftgen.decoding.drafters.lookup import LookupDrafter
 from swiftgen.decoding.drafters.ngram import NgramDrafter
-from swiftgen.decoding.sampling import History
+from swiftgen.decoding.history import History
 from swiftgen.figures.distinct import DistinctN
 from swiftgen.figures.loops import LoopDetector
 from swiftgen.figures.metrics import RunMetrics

@@ -7,7 +7,7 @@ import hashlib
 import pytest
 
 from swiftgen.models.sources import ResolvedSource, resolve_source
-from swiftgen.settings.presets import ModelSettings
+from swiftgen.settings.schema import ModelSettings
 from swiftgen.system.errors import SwiftgenError
 
 GGUF_BYTES = b"GGUF" + bytes(range(256)) * 8

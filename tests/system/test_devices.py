@@ -12,7 +12,7 @@ from support import fakes
 from support.model_files import tiny_config
 from support.tiny import random_tree, sampler
 from swiftgen.cli.app import main
-from swiftgen.decoding import sampling
+from swiftgen.decoding.history import History
 from swiftgen.decoding.plans import max_tree_rows, run_memory
 from swiftgen.engine import Engine
 from swiftgen.forward.cache import FullCache
@@ -244,7 +244,7 @@ def test_the_sampler_of_a_gpu_picks_the_same(settings: dict[str, float]):
     tree = random_tree(3, num_nodes=9)
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(9, 999, generator=generator) * 3
-    history = sampling.History(50)
+    history = History(50)
     history.extend(range(30))
     sample = sampler(W=20, theta=1.3, **settings)
     positions, windows = torch.tensor(tree.depths) + 31, history.windows(tree, 20)

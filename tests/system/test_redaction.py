@@ -13,7 +13,8 @@ from swiftgen.cli.app import app, main
 from swiftgen.compare.command import _reason
 from swiftgen.document.document import run_folder
 from swiftgen.models import wheels
-from swiftgen.settings.presets import Preset, load_preset
+from swiftgen.settings.presets import load_preset
+from swiftgen.settings.schema import Preset
 from swiftgen.system.errors import SwiftgenError
 from swiftgen.system.redaction import redacted
 

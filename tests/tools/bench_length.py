@@ -38,8 +38,9 @@ from support.upkeep import STEP_TOKENS, W, made_up_text, upkeep_parts
 from swiftgen.commands.process import load_engine
 from swiftgen.decoding.drafters.lookup import LookupDrafter
 from swiftgen.decoding.drafters.ngram import NgramDrafter
+from swiftgen.decoding.history import History
 from swiftgen.decoding.planner import Planner
-from swiftgen.decoding.sampling import History, Sampler
+from swiftgen.decoding.sampling import Sampler
 from swiftgen.display.panel import LivePanel, RunInfo
 from swiftgen.document.document import Document
 from swiftgen.figures.distinct import DistinctN
@@ -48,7 +49,7 @@ from swiftgen.figures.metrics import RunMetrics
 from swiftgen.forward.cache import PartialCache
 from swiftgen.forward.native_pass import NativePass
 from swiftgen.forward.target import Target
-from swiftgen.settings.presets import Preset
+from swiftgen.settings.schema import Preset
 from swiftgen.text.stream import TextStream
 
 WINDOW_STEPS = 500

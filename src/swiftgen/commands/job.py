@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from swiftgen.decoding.decode import StepEvent
     from swiftgen.display.panel import Display, Reporter
     from swiftgen.engine import Engine
-    from swiftgen.settings.presets import Preset
+    from swiftgen.settings.schema import Preset
 
 
 ON_LOOP = ("warn", "stop", "ignore")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from swiftgen.engine import Engine
-    from swiftgen.settings.presets import Preset
+    from swiftgen.settings.schema import Preset
 
 
 def prepare_process() -> None:

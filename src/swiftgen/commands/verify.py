@@ -26,7 +26,7 @@ from swiftgen.system.storage import read_regular
 if TYPE_CHECKING:
     from swiftgen.decoding.replay import Mismatch
     from swiftgen.engine import Engine
-    from swiftgen.settings.presets import Preset
+    from swiftgen.settings.schema import Preset
 
 EXIT_DIFFERS = 1
 

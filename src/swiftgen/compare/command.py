@@ -19,25 +19,20 @@ from swiftgen.commands.prompts import read_prompt
 from swiftgen.commands.stdout import write_stdout
 from swiftgen.commands.write import MAX_SEED
 from swiftgen.compare.contenders import AR, OWN_WAYS, SUBJECT, Contender, OwnEngine, Way
-from swiftgen.compare.foreign import hf_runs, llama_cpp_run, vllm_run
+from swiftgen.compare.foreign import FOREIGN, ForeignPrograms
 from swiftgen.compare.measure import Run, run_in_turns
-from swiftgen.compare.report import CSV_NAME, HTML_NAME, JSON_NAME, write_report
+from swiftgen.compare.report import CSV_NAME, HTML_NAME, JSON_NAME, check_folder, write_report
 from swiftgen.compare.results import Comparison, standings_of, to_json
 from swiftgen.compare.sweep import parse_sweep, ways_of
 from swiftgen.compare.tables import describe
 from swiftgen.document.manifest import installed_versions, now_utc
 from swiftgen.engine import Engine
-from swiftgen.settings.presets import Preset, in_memory, load_preset
+from swiftgen.settings.presets import load_preset
+from swiftgen.settings.schema import Preset, in_memory
 from swiftgen.system.errors import EXIT_INTERRUPTED, SwiftgenError, first_line
 from swiftgen.system.redaction import redacted
 
-_FOREIGN = {
-    "hf": "Hugging Face transformers, generate",
-    "hf-lookup": "Hugging Face transformers, generate with prompt lookup",
-    "llama.cpp": "llama.cpp through llama-cpp-python",
-    "vllm": "vLLM",
-}
-BASELINES = (*OWN_WAYS, *_FOREIGN)
+BASELINES = (*OWN_WAYS, *FOREIGN)
 
 
 @dataclass(frozen=True)
@@ -90,7 +85,7 @@ class _Session:
         sweeps = [parse_sweep(text, preset.draft) for text in request.sweeps]
         self._sweeps = [(sweep.name, ways_of(sweep, self._preset_of)) for sweep in sweeps]
         if request.output is not None:
-            _check_folder(request.output, request.force)
+            check_folder(request.output, request.force)
         self._own = OwnEngine(prompt, request.num_tokens, lambda p: self._say(f"loading {p.name} ..."))
 
     def run(self) -> int:
@@ -172,7 +167,7 @@ class _Session:
         self._own.load([self._preset])
         engine = self._own.engine
         subject = self._own.contender(Way(SUBJECT, f"swiftgen, draft={self._preset.draft}", self._preset, ""))
-        foreign = _Foreign(engine, len(subject.prompt_ids) + self._request.num_tokens)
+        foreign = ForeignPrograms(engine, len(subject.prompt_ids) + self._request.num_tokens)
         for name in self._baselines:
             reference = contenders[0].name if contenders else ""
             try:
@@ -236,28 +231,6 @@ class _Session:
             print(text, file=sys.stderr)
 
 
-class _Foreign:
-    """Programs of others, made on first use; both ways of `generate` share one model."""
-
-    def __init__(self, engine: Engine, total_tokens: int) -> None:
-        self._engine, self._total_tokens = engine, total_tokens
-        self._hf: Any = None
-
-    def contender(self, name: str, prompt_ids: Sequence[int], reference: str) -> Contender:
-        """A contender by its name.
-
-        Raises:
-            SwiftgenError: it is not installed, or cannot run this preset.
-        """
-        if name.startswith("hf"):
-            self._hf = self._hf or hf_runs(self._engine, self._total_tokens)
-            run, notes = self._hf(name == "hf-lookup")
-        else:
-            make = {"llama.cpp": llama_cpp_run, "vllm": vllm_run}[name]
-            run, notes = make(self._engine, self._total_tokens)
-        return Contender(name, _FOREIGN[name], run, prompt_ids, reference, False, notes)
-
-
 def _checked_baselines(request: CompareRequest) -> list[str]:
     names = list(dict.fromkeys(request.baselines)) or [AR]
     if unknown := [name for name in names if name not in BASELINES]:
@@ -277,19 +250,6 @@ def _parse_seeds(text: str) -> list[int]:
             f"--seeds is {text!r}", "allowed are different whole numbers, 0 or more: --seeds 1,2,3"
         )
     return seeds
-
-
-def _check_folder(folder: Path, force: bool) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise SwiftgenError(f"{folder} is a file", "name a folder with -o")
-    if folder.is_dir() and any(folder.iterdir()) and not force:
-        raise SwiftgenError(
-            f"the folder {folder} exists and is not empty",
-            "name another with -o, or replace the report in it with --force",
-        )
-    parent = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise SwiftgenError(f"the folder {parent} is not writable", "choose another place with -o")
 
 
 def _reason(error: Exception) -> str:

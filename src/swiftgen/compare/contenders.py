@@ -14,11 +14,11 @@ from typing import Any
 from swiftgen.commands.process import load_engine
 from swiftgen.decoding.decode import StepEvent
 from swiftgen.engine import Engine
-from swiftgen.settings.presets import Preset, in_memory
+from swiftgen.settings.schema import Preset, in_memory
 from swiftgen.system.errors import SwiftgenError
 
 OnEvent = Callable[[StepEvent], object]
-Run = Callable[[Sequence[int], int, int, OnEvent], None]
+Runner = Callable[[Sequence[int], int, int, OnEvent], None]
 """Write (prompt ids, number of tokens, seed), showing every step; all of it counts as one run."""
 
 SUBJECT, AR = "swiftgen", "ar"
@@ -47,7 +47,7 @@ class Contender:
 
     name: str
     description: str
-    run: Run
+    run: Runner
     prompt_ids: Sequence[int]
     reference: str
     draws_like_ar: bool

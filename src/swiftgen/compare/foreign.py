@@ -13,22 +13,55 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swiftgen.compare.contenders import OnEvent, Run
+from swiftgen.compare.contenders import Contender, OnEvent, Runner
 from swiftgen.decoding.decode import StepEvent
 from swiftgen.engine import Engine
 from swiftgen.models.loading import load_weights
 from swiftgen.models.sources import resolve_source
 from swiftgen.system.errors import SwiftgenError
 
+FOREIGN = {
+    "hf": "Hugging Face transformers, generate",
+    "hf-lookup": "Hugging Face transformers, generate with prompt lookup",
+    "llama.cpp": "llama.cpp through llama-cpp-python",
+    "vllm": "vLLM",
+}
 LOOKUP_TOKENS = 10  # transformers' own documentation suggests it
 _NO_WINDOW = "its penalty sees the whole context, not the last {W:,} tokens"
 
 
-def hf_runs(engine: Engine, total_tokens: int) -> Callable[[bool], tuple[Run, tuple[str, ...]]]:
+class ForeignPrograms:
+    """Programs of others as contenders; both ways of `generate` share one model, loaded on first use.
+
+    Args:
+        engine: Under the settings to be matched.
+        total_tokens: Of prompt and text.
+    """
+
+    def __init__(self, engine: Engine, total_tokens: int) -> None:
+        self._engine, self._total_tokens = engine, total_tokens
+        self._hf: Any = None
+
+    def contender(self, name: str, prompt_ids: Sequence[int], reference: str) -> Contender:
+        """A contender by its name.
+
+        Raises:
+            SwiftgenError: it is not installed, or cannot run this preset.
+        """
+        if name.startswith("hf"):
+            self._hf = self._hf or hf_runs(self._engine, self._total_tokens)
+            run, notes = self._hf(name == "hf-lookup")
+        else:
+            make = {"llama.cpp": llama_cpp_run, "vllm": vllm_run}[name]
+            run, notes = make(self._engine, self._total_tokens)
+        return Contender(name, FOREIGN[name], run, prompt_ids, reference, False, notes)
+
+
+def hf_runs(engine: Engine, total_tokens: int) -> Callable[[bool], tuple[Runner, tuple[str, ...]]]:
     """Runs of transformers' `generate` with one more copy of the model; the argument is for prompt lookup."""
     model = load_weights(engine.opened, total_tokens, engine.preset.long_context == "yarn").model
 
-    def make(with_lookup: bool) -> tuple[Run, tuple[str, ...]]:
+    def make(with_lookup: bool) -> tuple[Runner, tuple[str, ...]]:
         options, notes = generate_options(engine)
         if with_lookup:
             options["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
@@ -105,7 +138,7 @@ class _EventStreamer:
         """See transformers' BaseStreamer."""
 
 
-def llama_cpp_run(engine: Engine, total_tokens: int) -> tuple[Run, tuple[str, ...]]:
+def llama_cpp_run(engine: Engine, total_tokens: int) -> tuple[Runner, tuple[str, ...]]:
     """llama.cpp on the GGUF file that the preset names.
 
     Raises:
@@ -147,7 +180,7 @@ def llama_cpp_run(engine: Engine, total_tokens: int) -> tuple[Run, tuple[str, ..
     return run, tuple(notes)
 
 
-def vllm_run(engine: Engine, total_tokens: int) -> tuple[Run, tuple[str, ...]]:
+def vllm_run(engine: Engine, total_tokens: int) -> tuple[Runner, tuple[str, ...]]:
     """vLLM on the preset's model.
 
     Raises:

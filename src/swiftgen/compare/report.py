@@ -4,15 +4,35 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 
 from swiftgen.compare.results import Comparison, to_csv, to_json
 from swiftgen.compare.tables import end_table, length_table, notes_of
+from swiftgen.system.errors import SwiftgenError
 from swiftgen.system.storage import replace_file
 
 JSON_NAME, CSV_NAME, HTML_NAME = "compare.json", "compare.csv", "report.html"
+
+
+def check_folder(folder: Path, force: bool) -> None:
+    """Make sure, before anything is measured, that a report can be written to a folder.
+
+    Raises:
+        SwiftgenError: it is a file, not writable, or not empty and not to be replaced by `force`.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise SwiftgenError(f"{folder} is a file", "name a folder with -o")
+    if folder.is_dir() and any(folder.iterdir()) and not force:
+        raise SwiftgenError(
+            f"the folder {folder} exists and is not empty",
+            "name another with -o, or replace the report in it with --force",
+        )
+    parent = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise SwiftgenError(f"the folder {parent} is not writable", "choose another place with -o")
 
 
 def write_report(comparison: Comparison, folder: Path) -> str:
@@ -22,7 +42,6 @@ def write_report(comparison: Comparison, folder: Path) -> str:
         OSError: the folder cannot be written.
     """
     from swiftgen.compare.plots import draw_plots
-    from swiftgen.system.errors import SwiftgenError
 
     _write(folder / JSON_NAME, json.dumps(to_json(comparison), indent=1) + "\n")
     _write(folder / CSV_NAME, to_csv(comparison))

@@ -9,7 +9,8 @@ from typing import Any
 from swiftgen.compare.contenders import AR, OWN_WAYS, Way
 from swiftgen.settings.files import YamlError, parse_scalar
 from swiftgen.settings.plans import PLANS
-from swiftgen.settings.presets import IN_MEMORY, WITHOUT_EFFECT, Preset, check_setting
+from swiftgen.settings.presets import check_setting
+from swiftgen.settings.schema import IN_MEMORY, WITHOUT_EFFECT, Preset
 from swiftgen.system.errors import SwiftgenError
 
 PROMPT = "prompt"

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from swiftgen.decoding.drafters.base import Committed
+from swiftgen.decoding.history import History
 from swiftgen.decoding.planner import Planner
 from swiftgen.decoding.replay import chains
-from swiftgen.decoding.sampling import History, Sampler
+from swiftgen.decoding.sampling import Sampler
 from swiftgen.forward.cache import BLOCK_TOKENS, FullCache
 from swiftgen.forward.target import PassOutput, Target
 from swiftgen.forward.tree import DraftTree

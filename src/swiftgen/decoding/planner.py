@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swiftgen.decoding.drafters.base import Committed, Drafter, Pace
-from swiftgen.decoding.sampling import History
+from swiftgen.decoding.history import History
 from swiftgen.decoding.stopwatch import REAL_TIME, Stopwatch
 from swiftgen.forward.tree import DraftTree
 

@@ -20,7 +20,7 @@ from swiftgen.decoding.stopwatch import Stopwatch
 from swiftgen.forward.cache import BLOCK_TOKENS, PartialCache
 from swiftgen.forward.memory import MemoryEstimate, estimate_memory
 from swiftgen.forward.target import Target
-from swiftgen.settings.presets import Preset, num_ngram_nodes, num_tree_nodes
+from swiftgen.settings.schema import Preset, num_ngram_nodes, num_tree_nodes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -45,7 +45,7 @@ class _Parts:
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _DrafterKind:
     """How a drafter is built, and the most nodes it adds to a tree."""
 
     build: Callable[[_Parts], Drafter]
@@ -103,10 +103,10 @@ def _max_self_nodes(preset: Preset) -> int:
 
 
 _DRAFTERS = {
-    "self": _Kind(_self_drafter, _max_self_nodes),
-    "heads": _Kind(_heads_drafter, _max_heads_nodes),
-    "lookup": _Kind(lambda parts: LookupDrafter(), lambda preset: LookupDrafter.max_nodes),
-    "ngram": _Kind(
+    "self": _DrafterKind(_self_drafter, _max_self_nodes),
+    "heads": _DrafterKind(_heads_drafter, _max_heads_nodes),
+    "lookup": _DrafterKind(lambda parts: LookupDrafter(), lambda preset: LookupDrafter.max_nodes),
+    "ngram": _DrafterKind(
         lambda parts: NgramDrafter(parts.preset.ngram, parts.preset.k, parts.seed), num_ngram_nodes
     ),
 }

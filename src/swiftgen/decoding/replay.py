@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from swiftgen.decoding.sampling import NEG_INF, History, Sampler
+from swiftgen.decoding.history import History
+from swiftgen.decoding.sampling import NEG_INF, Sampler
 from swiftgen.forward.cache import BLOCK_TOKENS, FullCache
 from swiftgen.forward.target import PassOutput, Target
 from swiftgen.forward.tree import DraftTree

@@ -12,55 +12,24 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from swiftgen.decoding.noise import keyed_gumbel
 from swiftgen.system.devices import send
 
 if TYPE_CHECKING:
-    from swiftgen.forward.tree import DraftTree
     from swiftgen.native.kernels import Kernels
-    from swiftgen.settings.presets import SamplerSettings
+    from swiftgen.settings.schema import SamplerSettings
 
 NEG_INF = float("-inf")
 _TOP_P_CANDIDATES = 1024
 _CONFIDENCE_WIDTH = 8  # candidates that share the confidence of a draft
 _LOGIT_SLACK = 1e-4
 _PICKED_ROWS = 64
-
-# Multipliers of splitmix64 (Steele et al. 2014) as signed 64-bit integers; products wrap.
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-_MIX1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MIX2 = 0x94D049BB133111EB - (1 << 64)
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64 (torch's own is arithmetic)."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64: every input bit reaches every output bit."""
-    x = (x ^ _shift_right(x, 30)) * _MIX1
-    x = (x ^ _shift_right(x, 27)) * _MIX2
-    return x ^ _shift_right(x, 31)
-
-
-def keyed_gumbel(seed: int, positions: Tensor, token_ids: Tensor) -> Tensor:
-    """Standard Gumbel noise g(seed, position, token), float64, in the broadcast shape.
-
-    Args:
-        positions, token_ids: int64, broadcastable against each other.
-    """
-    key = torch.tensor(seed, dtype=torch.int64)  # a number to any device
-    key = _mix(_mix(key * _GOLDEN + 1) + positions * _GOLDEN)
-    bits = _mix(key + token_ids * _GOLDEN)
-    uniform = (_shift_right(bits, 12).double() + 0.5) * 2.0**-52  # exact, so never 0 or 1
-    return -torch.log(-torch.log(uniform))
 
 
 class Candidate(NamedTuple):
@@ -73,54 +42,6 @@ class Candidate(NamedTuple):
 
     token: int
     confidence: float
-
-
-class History:
-    """All token ids so far, prompt included, and the penalty windows of tree nodes.
-
-    Args:
-        capacity: Most tokens it can hold.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self._ids = np.empty(capacity, dtype=np.int64)
-        self._length = 0
-
-    def __len__(self) -> int:
-        return self._length
-
-    def extend(self, token_ids: Sequence[int]) -> None:
-        """Append tokens."""
-        end = self._length + len(token_ids)
-        self._ids[self._length : end] = token_ids
-        self._length = end
-
-    def last(self, num_tokens: int) -> list[int]:
-        """The last tokens, oldest first."""
-        last: list[int] = self._ids[max(0, self._length - num_tokens) : self._length].tolist()
-        return last
-
-    def windows(self, tree: DraftTree, num_tokens: int, nodes: Sequence[int] | None = None) -> Tensor:
-        """The last `num_tokens` tokens as seen from some nodes (None: from all), their paths included.
-
-        Returns:
-            int64, one row a node; a window shorter than the longest repeats the node's own token.
-        """
-        nodes = range(len(tree)) if nodes is None else nodes
-        depths = np.array([tree.depths[node] for node in nodes])
-        # The last token of a node's window, so always in it.
-        own = np.array([tree.tokens[node] for node in nodes])[:, None]
-        paths = np.repeat(own, depths.max(), axis=1)
-        for row, node in enumerate(nodes):
-            path = tree.path(node)[1:]
-            paths[row, : len(path)] = [tree.tokens[step] for step in path]
-        num_tokens = min(num_tokens, self._length + int(depths.max()))  # there are no more
-        base = self._ids[max(0, self._length - num_tokens) : self._length]
-        both = np.concatenate([np.broadcast_to(base, (len(nodes), len(base))), paths], axis=1)
-        # A node at depth d sees d path tokens, so the oldest d of a full window have left it.
-        overflow = np.maximum(0, len(base) + depths - num_tokens)
-        left = np.arange(both.shape[1]) < overflow[:, None]
-        return torch.from_numpy(np.where(left, own, both))
 
 
 class Sampler:
@@ -209,7 +130,7 @@ class Sampler:
         positions, windows = send(positions, logits.device), send(windows, logits.device)
         columns = self._narrowed(logits, windows)
         ids = columns if self._tokens is None else self._tokens[columns]
-        if (kernels := self._native(logits)) and not self.settings.top_k:
+        if (kernels := self._usable_kernels(logits)) and not self.settings.top_k:
             s = self.settings
             return kernels.score(logits, columns, ids, positions, self.seed, s.temperature, s.min_p), ids
         if len(columns) < logits.shape[1]:
@@ -228,11 +149,11 @@ class Sampler:
 
     def process(self, logits: Tensor, windows: Tensor) -> Tensor:
         """Penalty, suppression, temperature and filters; float32 `[T, vocab]`, in place."""
-        self._adjust(logits, send(windows, logits.device))
+        self._penalise_and_suppress(logits, send(windows, logits.device))
         return self._filtered(logits)
 
-    def _adjust(self, logits: Tensor, windows: Tensor) -> None:
-        """Penalty and suppression."""
+    def _penalise_and_suppress(self, logits: Tensor, windows: Tensor) -> None:
+        """In place."""
         if self.W:
             penalise(logits, windows if self._columns is None else self._columns[windows], self.theta)
         if len(self._suppressed):
@@ -248,16 +169,16 @@ class Sampler:
         """
         s = self.settings
         if logits.is_cuda or not self._min_p_decides:
-            self._adjust(logits, windows)
+            self._penalise_and_suppress(logits, windows)
             return torch.arange(logits.shape[1], device=logits.device)
         reach = -s.temperature * math.log(s.min_p)
-        if kernels := self._native(logits):
+        if kernels := self._usable_kernels(logits):
             windows = windows if self._columns is None else self._columns[windows]
             windows = windows[:, : windows.shape[1] if self.W else 0].contiguous()
             return kernels.narrow(
                 logits, windows, self.theta, self._suppression(logits.shape[1]), reach, _LOGIT_SLACK
             )
-        self._adjust(logits, windows)
+        self._penalise_and_suppress(logits, windows)
         largest = logits.amax(dim=-1, keepdim=True)
         slack = _LOGIT_SLACK * (1.0 + largest.abs())  # for the rounding of the temperature
         limit = largest - reach - slack
@@ -269,8 +190,8 @@ class Sampler:
         s = self.settings
         return bool(s.temperature and s.min_p and s.top_p >= 1 and not s.eta and s.min_tokens_to_keep == 1)
 
-    def _native(self, logits: Tensor) -> Kernels | None:
-        """The kernels, where they can do it."""
+    def _usable_kernels(self, logits: Tensor) -> Kernels | None:
+        """The kernels, where they can narrow and score these logits."""
         fits = self._min_p_decides and logits.device.type == "cpu" and logits.is_contiguous()
         return self._kernels if fits else None
 

@@ -19,7 +19,7 @@ from swiftgen.models.conversion import converted_folder
 from swiftgen.models.loading import OpenedModel, load_weights, open_model
 from swiftgen.models.positions import planned_config
 from swiftgen.models.sources import is_hub_id, resolve_source
-from swiftgen.settings.presets import Preset
+from swiftgen.settings.schema import Preset
 from swiftgen.system.cache_folder import not_here
 from swiftgen.system.devices import free_bytes, resolve_device, resolve_dtype
 from swiftgen.system.errors import SwiftgenError

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from swiftgen.document.document import STEPS_NAME, TOKEN_BYTES, TOKENS_NAME, packed, read_tokens, run_folder
 from swiftgen.document.manifest import MANIFEST_NAME, Manifest, ModelRecord, read_manifest
-from swiftgen.settings.presets import Preset
+from swiftgen.settings.schema import Preset
 from swiftgen.system.errors import SwiftgenError
 from swiftgen.system.storage import disk_errors, read_regular
 

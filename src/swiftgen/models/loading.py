@@ -24,7 +24,7 @@ from swiftgen.models.libraries import bytes_loaded, check_quantiser, quantisatio
 from swiftgen.models.positions import planned_config, usable_positions
 from swiftgen.models.sources import read_header, resolve_source, shards
 from swiftgen.models.tensor_parallel import device_of_rank, distributed_config
-from swiftgen.settings.presets import Preset
+from swiftgen.settings.schema import Preset
 from swiftgen.system.devices import resolve_device, resolve_dtype
 from swiftgen.system.errors import SwiftgenError, first_line
 from swiftgen.system.ranks import num_ranks

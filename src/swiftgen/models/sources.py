@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from swiftgen.models.wheels import PREFIX, fetch_wheel_file
-from swiftgen.settings.presets import ModelSettings
+from swiftgen.settings.schema import ModelSettings
 from swiftgen.system.cache_folder import cache_folder, file_sha256, not_here
 from swiftgen.system.errors import SwiftgenError, first_line
 from swiftgen.system.storage import expand_user

@@ -31,8 +31,10 @@ from swiftgen.decoding.drafters.base import Committed, Drafter, Pace
 from swiftgen.decoding.drafters.heads import HeadsDrafter, ReadyHeads, calibrated
 from swiftgen.decoding.drafters.ngram import NgramDrafter, NgramTable
 from swiftgen.decoding.drafters.self_draft import MAX_PASSES, SelfDrafter
+from swiftgen.decoding.history import History
+from swiftgen.decoding.noise import keyed_gumbel
 from swiftgen.decoding.planner import Planner
-from swiftgen.decoding.sampling import History, Sampler, keyed_gumbel
+from swiftgen.decoding.sampling import Sampler
 from swiftgen.forward.cache import PartialCache
 from swiftgen.forward.target import Target
 from swiftgen.forward.tree import DraftTree

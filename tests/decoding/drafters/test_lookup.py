@@ -17,7 +17,7 @@ from swiftgen.decoding.drafters.lookup import (
     NUM_SLOTS,
     LookupDrafter,
 )
-from swiftgen.decoding.sampling import History
+from swiftgen.decoding.history import History
 from swiftgen.forward.tree import DraftTree
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from swiftgen.decoding.sampling import History
+from swiftgen.decoding.history import History
 from swiftgen.forward.cache import FullCache
 from swiftgen.forward.tree import DraftTree
 

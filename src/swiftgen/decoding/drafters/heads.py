@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from swiftgen.decoding.drafters.base import Committed, Pace
-from swiftgen.decoding.sampling import History, Sampler
+from swiftgen.decoding.history import History
+from swiftgen.decoding.sampling import Sampler
 from swiftgen.decoding.stopwatch import REAL_TIME, Stopwatch
 from swiftgen.forward.linear import MakeLinear, QuantisedLinear, linear_maker, replace_linears
 from swiftgen.forward.target import Target
@@ -69,7 +70,7 @@ class ReadyHeads:
         self._kernels, self._cell = kernels, self._native_cell()
 
     def _native_cell(self) -> Cell | None:
-        """For the kernels, if all of it is what they know."""
+        """The recurrent cell for the kernels; None if some part of it is of a kind they do not know."""
         heads, embedding, lm_head = self.heads, self._embedding, self._lm_head
         if not isinstance(heads, RecurrentHeads) or type(embedding) is not nn.Embedding:
             return None

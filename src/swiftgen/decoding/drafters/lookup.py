@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from swiftgen.decoding.drafters.base import Committed
-from swiftgen.decoding.sampling import History
+from swiftgen.decoding.history import History
 from swiftgen.forward.tree import DraftTree
 
 SOURCE = "lookup"
@@ -21,7 +21,7 @@ KEY_LENGTHS = (4, 2)
 """A place is found by this many last tokens; the shorter only where the longer finds none."""
 NUM_PLACES, NUM_LOOKED_AT, MAX_MATCH = 3, 16, 64
 NUM_SLOTS = 2**18
-"""For the latest place of each key."""
+"""Of the table with the latest place of each key."""
 MAX_DRAFT = 48
 """Tokens drafted from one place, about twice the match at most."""
 _MAX_LINKS = 4 * NUM_LOOKED_AT
@@ -29,7 +29,7 @@ _RIVAL = 0.3  # chance of what followed at the second place, against the first
 
 
 class LookupDrafter:
-    """Drafts below the root."""
+    """Drafts what followed the last tokens where the text had them before."""
 
     num_passes = 0
     max_nodes = NUM_PLACES * MAX_DRAFT

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from random import Random
 
 from swiftgen.decoding.drafters.base import Committed
-from swiftgen.decoding.sampling import History
+from swiftgen.decoding.history import History
 from swiftgen.forward.tree import DraftTree
 
 SOURCE = "ngram"

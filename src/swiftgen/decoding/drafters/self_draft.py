@@ -15,7 +15,8 @@ from torch import Tensor
 
 from swiftgen.decoding.drafters.base import Committed, Pace
 from swiftgen.decoding.drafters.heads import HeadsDrafter, ReadyHeads
-from swiftgen.decoding.sampling import History, Sampler
+from swiftgen.decoding.history import History
+from swiftgen.decoding.sampling import Sampler
 from swiftgen.decoding.stopwatch import REAL_TIME, Stopwatch
 from swiftgen.forward.cache import PartialCache
 from swiftgen.forward.target import Target
