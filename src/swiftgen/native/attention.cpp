@@ -6,13 +6,14 @@
 
 #include <type_traits>
 
+#include "dots.h"
 #include "pairs.h"
 
 namespace {
 
 constexpr int SPAN_UNIT = 128;  // a prefix is cut into at most MAX_SPANS spans of a multiple of this many keys
 constexpr int MAX_SPANS = 8;
-constexpr int MAX_HEAD_DIM = 512;
+constexpr int MAX_HEAD_DIM = 512, MAX_GROUP = 32;
 
 }  // namespace
 
@@ -104,8 +105,51 @@ void rotate(const Pass& p, const Heads& heads, int layer, const T* qkv, float* s
     }
 }
 
+// One row of a draft.
+template <class T, int HEAD_DIM>
+void attend_draft(const Pass& p, const Heads& heads, int layer, const T* qkv, T* attended) {
+    const int d = p.head_dim, kv = p.num_kv_heads, group = p.num_heads / kv;
+    const int span = span_of(p.num_prefix), spans = num_spans(p.num_prefix), parts = spans + 1;
+    const long part_floats = (long)group * (d + 2);
+    rotate(p, heads, layer, qkv, nullptr, 0);
+    const T* queries = (const T*)p.queries + (long)layer * p.num_heads * d;
+#pragma omp for schedule(dynamic)
+    for (int task = 0; task < kv * parts; ++task) {
+        const int h = task % kv, i = task / kv;
+        float *largest = p.workspace + task * part_floats, *weight = largest + group, *out = weight + group;
+        std::fill(largest, largest + group, NEG_INF);
+        std::memset(weight, 0, sizeof(float) * group * (d + 1));
+        float scaled[MAX_GROUP * MAX_HEAD_DIM];
+        for (int j = 0; j < group * d; ++j) scaled[j] = to_float(queries[h * group * d + j]) * heads.scaling;
+        const bool is_tail = i == spans;
+        const long at = is_tail ? layer * p.tail_layer_stride + h * p.tail_stride
+                                : layer * p.prefix_layer_stride + h * p.prefix_stride + (long)i * span * d;
+        add_keys_by_rows<HEAD_DIM>((const T*)(is_tail ? p.tail_keys : p.prefix_keys) + at,
+                                   (const T*)(is_tail ? p.tail_values : p.prefix_values) + at,
+                                   is_tail ? p.num_tail : std::min(span, p.num_prefix - i * span), scaled, group, d, largest,
+                                   weight, out);
+    }
+#pragma omp for schedule(static)
+    for (int head = 0; head < p.num_heads; ++head) {
+        const int h = head / group, g = head % group;
+        const auto part = [&](int i) { return p.workspace + (i * kv + h) * part_floats; };
+        float largest = NEG_INF, weight = 0, factor[MAX_SPANS + 1];
+        for (int i = 0; i < parts; ++i) largest = std::max(largest, part(i)[g]);
+        for (int i = 0; i < parts; ++i) {
+            factor[i] = exp(splat(part(i)[g] - largest))[0];
+            weight += factor[i] * part(i)[group + g];
+        }
+        for (int j = 0; j < d; ++j) {
+            float value = 0;
+            for (int i = 0; i < parts; ++i) value += factor[i] * part(i)[2 * group + g * d + j];
+            put(attended + (long)head * d + j, value / weight);
+        }
+    }
+}
+
 template <class T, int HEAD_DIM>
 void attend(const Pass& p, const Heads& heads, int layer, const T* qkv, T* attended) {
+    if (p.is_draft) return attend_draft<T, HEAD_DIM>(p, heads, layer, qkv, attended);
     const int d = p.head_dim, kv = p.num_kv_heads, group = p.num_heads / kv, t = p.num_rows;
     const int rows = swiftgen_padded_rows(group * t), spans = num_spans(p.num_prefix), parts = spans + 1;
     const int span = span_of(p.num_prefix);
@@ -117,52 +161,49 @@ void attend(const Pass& p, const Heads& heads, int layer, const T* qkv, T* atten
     };
     auto tail = [&](void* tensor, int h) { return (T*)tensor + layer * p.tail_layer_stride + h * p.tail_stride; };
 
-#pragma omp parallel num_threads(p.num_threads)
-    {
-        rotate(p, heads, layer, qkv, p.workspace, head_floats);
+    rotate(p, heads, layer, qkv, p.workspace, head_floats);
 #pragma omp for schedule(dynamic)
-        for (int task = 0; task < kv * parts; ++task) {
-            const int h = task % kv, i = task / kv;
-            Part part = part_of(h, i);
-            std::fill(part.largest, part.largest + rows, NEG_INF);
-            std::memset(part.weight, 0, sizeof(float) * rows * (d + 1));
-            if (i == spans) {
-                // In one block: where a row's ancestors lie among the drafts must not matter.
-                add_keys<HEAD_DIM>(tail(p.tail_keys, h), tail(p.tail_values, h), p.num_tail, p.num_tail,
-                                   queries_of(h), p.bias, rows, d, part);
-            } else {
-                const long begin = layer * p.prefix_layer_stride + h * p.prefix_stride + (long)i * span * d;
-                const T *keys = (const T*)p.prefix_keys + begin, *values = (const T*)p.prefix_values + begin;
-                const int count = std::min(span, p.num_prefix - i * span);
+    for (int task = 0; task < kv * parts; ++task) {
+        const int h = task % kv, i = task / kv;
+        Part part = part_of(h, i);
+        std::fill(part.largest, part.largest + rows, NEG_INF);
+        std::memset(part.weight, 0, sizeof(float) * rows * (d + 1));
+        if (i == spans) {
+            // In one block: where a row's ancestors lie among the drafts must not matter.
+            add_keys<HEAD_DIM>(tail(p.tail_keys, h), tail(p.tail_values, h), p.num_tail, p.num_tail,
+                               queries_of(h), p.bias, rows, d, part);
+        } else {
+            const long begin = layer * p.prefix_layer_stride + h * p.prefix_stride + (long)i * span * d;
+            const T *keys = (const T*)p.prefix_keys + begin, *values = (const T*)p.prefix_values + begin;
+            const int count = std::min(span, p.num_prefix - i * span);
 #ifdef HAS_PAIRS
-                if constexpr (std::is_same_v<T, bf16>)
-                    add_key_pairs(keys, values, count, (const uint32_t*)queries_of(h) + (long)rows * d, heads.scaling,
-                                  group * t, rows, d, part);
-                else
+            if constexpr (std::is_same_v<T, bf16>)
+                add_key_pairs(keys, values, count, (const uint32_t*)queries_of(h) + (long)rows * d, heads.scaling,
+                              group * t, rows, d, part);
+            else
 #endif
-                    add_keys<HEAD_DIM>(keys, values, count, KEY_BLOCK, queries_of(h), nullptr, rows, d, part);
-            }
+                add_keys<HEAD_DIM>(keys, values, count, KEY_BLOCK, queries_of(h), nullptr, rows, d, part);
         }
+    }
 #pragma omp for schedule(static)
-        for (int h = 0; h < kv; ++h) {
-            for (int first = 0; first < rows; first += LANES) {
-                vec largest = splat(NEG_INF), weight = {};
-                for (int i = 0; i < parts; ++i) largest = max(largest, load(part_of(h, i).largest + first));
-                vec factor[MAX_SPANS + 1];
-                for (int i = 0; i < parts; ++i) {
-                    factor[i] = exp(load(part_of(h, i).largest + first) - largest);
-                    weight += factor[i] * load(part_of(h, i).weight + first);
-                }
-                for (int j = 0; j < d; ++j) {
-                    vec value = {};
-                    for (int i = 0; i < parts; ++i)
-                        value += factor[i] * load(part_of(h, i).values + (long)j * rows + first);
-                    value /= weight;
-                    for (int lane = 0; lane < LANES; ++lane) {
-                        const int row = first + lane, g = row / t;
-                        T* out = attended + ((long)(row % t) * p.num_heads + h * group + g) * d + j;
-                        if (g < group) put(out, value[lane]);  // else padding
-                    }
+    for (int h = 0; h < kv; ++h) {
+        for (int first = 0; first < rows; first += LANES) {
+            vec largest = splat(NEG_INF), weight = {};
+            for (int i = 0; i < parts; ++i) largest = max(largest, load(part_of(h, i).largest + first));
+            vec factor[MAX_SPANS + 1];
+            for (int i = 0; i < parts; ++i) {
+                factor[i] = exp(load(part_of(h, i).largest + first) - largest);
+                weight += factor[i] * load(part_of(h, i).weight + first);
+            }
+            for (int j = 0; j < d; ++j) {
+                vec value = {};
+                for (int i = 0; i < parts; ++i)
+                    value += factor[i] * load(part_of(h, i).values + (long)j * rows + first);
+                value /= weight;
+                for (int lane = 0; lane < LANES; ++lane) {
+                    const int row = first + lane, g = row / t;
+                    T* out = attended + ((long)(row % t) * p.num_heads + h * group + g) * d + j;
+                    if (g < group) put(out, value[lane]);  // else padding
                 }
             }
         }
@@ -188,9 +229,14 @@ void swiftgen_rotate(const Pass* pass, const Heads* heads, int layer, const void
                   : rotate(*pass, *heads, layer, (const float*)qkv, nullptr, 0);
 }
 
-void swiftgen_attend(const Pass* pass, const Heads* heads, int layer, const void* qkv, void* attended) {
+void swiftgen_attend_together(const Pass* pass, const Heads* heads, int layer, const void* qkv, void* attended) {
     pass->is_bf16 ? attend(*pass, *heads, layer, (const bf16*)qkv, (bf16*)attended)
                   : attend(*pass, *heads, layer, (const float*)qkv, (float*)attended);
+}
+
+void swiftgen_attend(const Pass* pass, const Heads* heads, int layer, const void* qkv, void* attended) {
+#pragma omp parallel num_threads(pass->num_threads)
+    swiftgen_attend_together(pass, heads, layer, qkv, attended);
 }
 
 }  // extern "C"

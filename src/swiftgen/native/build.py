@@ -26,9 +26,8 @@ from swiftgen.system.cpuinfo import cpuinfo_lines
 from swiftgen.system.errors import SwiftgenError
 
 MAX_HEAD_DIM = 512  # as in attention.cpp
-_SOURCES = (
-    *("kernels.h", "keys.h", "pairs.h"),
-    *("attention.cpp", "kernels.cpp", "quantised.cpp", "layers.cpp", "sampling.cpp", "drafts.cpp"),
+_SOURCES = sorted(
+    file.name for file in resources.files("swiftgen.native").iterdir() if file.name.endswith((".h", ".cpp"))
 )
 _FLAGS = ("-O3", "-march=native", "-std=gnu++17", "-ffp-contract=fast", "-fPIC", "-shared", "-fopenmp")
 _BUILD_TIMEOUT_S = 300

@@ -2,13 +2,7 @@
 // out of the caches: each operator would wait for its own code and for what it reads, many times longer than it takes.
 
 #include "kernels.h"
-
-struct Cell {
-    const void *state_norm, *token_norm, *post_norm;  // weights of RMSNorms
-    const void* embedding;                            // [vocab][hidden]
-    const Weights *gate_up, *down, *lm_head;
-    float eps;
-};
+#include "products.h"
 
 namespace {
 
@@ -18,13 +12,13 @@ void advance(const Cell& cell, const T* states, const int64_t* tokens, int rows,
     const int hidden = cell.down->out, width = cell.down->in, out = cell.lm_head->out, is_bf16 = sizeof(T) == 2;
     const int widest = std::max({2 * hidden, width});
     static thread_local std::vector<T> numbers;
-    static thread_local std::vector<float> scratch;
+    static thread_local std::vector<char> scratch;
     numbers.resize(size_t(rows) * (5 * hidden + 3 * width + out));
-    scratch.resize(size_t(rows + 16) * widest);
+    scratch.resize(swiftgen_prepared_bytes(rows, widest, num_threads));
     T *embedded = numbers.data(), *normed = embedded + rows * hidden, *read = normed + rows * hidden,
       *gate_up = read + 2 * rows * hidden, *gated = gate_up + 2 * rows * width, *delta = gated + rows * width,
       *outputs = delta + rows * hidden;
-    const auto multiply = [&](const T* x, const Weights* w, T* y) {
+    const auto multiply = [&](const T* x, const Product* w, T* y) {
         swiftgen_multiply(is_bf16, x, w, y, rows, num_threads, scratch.data());
     };
     const auto norm = [&](const T* x, const void* weight, int half) {
@@ -33,8 +27,8 @@ void advance(const Cell& cell, const T* states, const int64_t* tokens, int rows,
             std::memcpy(read + (2l * row + half) * hidden, normed + (long)row * hidden, sizeof(T) * hidden);
     };
     for (int row = 0; row < rows; ++row)
-        std::memcpy(embedded + (long)row * hidden, (const T*)cell.embedding + tokens[row] * hidden,
-                    sizeof(T) * hidden);
+        embed(is_bf16, cell.packed_embedding, cell.embedding, tokens[row], cell.embedding_scale, hidden,
+              embedded + (long)row * hidden);
     norm(states, cell.state_norm, 0);
     norm(embedded, cell.token_norm, 1);
     multiply(read, cell.gate_up, gate_up);

@@ -2,12 +2,18 @@
 
 #pragma once
 
+#include "structs.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <vector>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
 
 #if defined(__AVX512F__)
 constexpr int LANES = 16, REGISTERS = 24;
@@ -118,39 +124,11 @@ inline float sum(vec v) {
 
 }  // namespace
 
-// What native.py hands over, field by field.
-
-// One pass over `num_rows` rows. The last `num_rows` keys of the tail are the pass's own.
-struct Pass {
-    int32_t is_bf16, num_threads, num_rows, num_heads, num_kv_heads, head_dim, num_prefix, num_tail;
-    void *prefix_keys, *prefix_values, *tail_keys, *tail_values;  // of the first layer
-    void* queries;  // out: [layers][kv heads][group][num_rows][head_dim], after RoPE
-    int64_t prefix_stride, tail_stride;              // from one KV head to the next, in elements
-    int64_t prefix_layer_stride, tail_layer_stride;  // from one layer to the next
-    const float *cos, *signed_sin;                   // [num_rows][head_dim]
-    const float* bias;                               // [num_tail][padded rows]: 0 where a row sees a key, else -inf
-    float* workspace;
-};
-
-// What is special in the attention of a layer.
-struct Heads {
-    const void *q_norm, *k_norm;  // weights of RMSNorms over a head, or null
-    float norm_eps, scaling;
-};
-
-// The weight of a matrix product, see quantised.cpp.
-struct Weights {
-    int32_t bits, in, out;   // 4 or 8 bits a weight; `in` is a multiple of 32, `out` of 16
-    const uint8_t* codes;    // of 16 features together: [out / 16][in / 32][16][32]
-    const uint16_t* scales;  // float16 [out / 16][in / 32][16]
-    const uint16_t* minima;  // the same; null with 8 bits
-    const void* bias;        // [out] in the dtype of the model, or null
-};
-
 extern "C" {
 
-// qkv is [num_rows][heads + 2 kv heads][head_dim], attended [num_rows][heads][head_dim].
-void swiftgen_attend(const Pass* pass, const Heads* heads, int layer, const void* qkv, void* attended);
+// By the threads of a parallel region, which wait for each other at the end. qkv is
+// [num_rows][heads + 2 kv heads][head_dim], attended [num_rows][heads][head_dim].
+void swiftgen_attend_together(const Pass* pass, const Heads* heads, int layer, const void* qkv, void* attended);
 
 // Only what comes before: queries after RoPE to `pass->queries`, keys and values to the cache.
 void swiftgen_rotate(const Pass* pass, const Heads* heads, int layer, const void* qkv);
@@ -160,9 +138,5 @@ void swiftgen_rms_norm(int is_bf16, const void* x, const void* delta, void* tota
                        void* out, int rows, int width);
 
 void swiftgen_silu_mul(int is_bf16, const void* gate_up, void* out, int rows, int width);
-
-// out[rows][w.out] = x[rows][w.in] times the weights, plus bias. `scratch` has room for 16 rows more than there are.
-void swiftgen_multiply(int is_bf16, const void* x, const Weights* w, void* out, int rows, int num_threads,
-                       float* scratch);
 
 }  // extern "C"

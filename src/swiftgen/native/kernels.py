@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from swiftgen.native.structs import Cell, DecoderLayer, Heads, Multiplication, Pass, is_bf16, pointer
+from swiftgen.native.structs import Cell, Heads, Model, Pass, Product, check_layouts, is_bf16, pointer
+from swiftgen.native.weights import PackedWeight
 
 
 class Kernels:
@@ -23,20 +24,28 @@ class Kernels:
     def __init__(self, library: Path, build: str) -> None:
         self.build = build
         self._library = lib = ctypes.CDLL(str(library))
-        address, number = ctypes.c_void_p, ctypes.c_int
+        check_layouts(lib)
+        address, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
         self.has_pairs = bool(lib.swiftgen_has_pairs())
         lib.swiftgen_padded_rows.argtypes = [number]
         lib.swiftgen_workspace.argtypes, lib.swiftgen_workspace.restype = [address], ctypes.c_int64
         lib.swiftgen_attend.argtypes = [address, address, number, address, address]
         lib.swiftgen_rotate.argtypes = [address, address, number, address]
-        lib.swiftgen_layers.argtypes = [address, address, number, address, address]
-        lib.swiftgen_layers_memory.argtypes = [address, number, number]
-        lib.swiftgen_layers_memory.restype = ctypes.c_int64
+        lib.swiftgen_forward.argtypes = [address] * 5
+        lib.swiftgen_unembed.argtypes = [address, number, address, number, number, address, address]
+        lib.swiftgen_unembed_memory.argtypes = [address, number, number]
+        lib.swiftgen_unembed_memory.restype = size
+        lib.swiftgen_forward_memory.argtypes = [address, number, number, number]
+        lib.swiftgen_forward_memory.restype = size
         lib.swiftgen_rms_norm.argtypes = [
             *(number, address, address, address, address, ctypes.c_float, address, number, number)
         ]
         lib.swiftgen_silu_mul.argtypes = [number, address, address, number, number]
-        lib.swiftgen_multiply.argtypes = [*(number, address, address, address, number, number, address)]
+        lib.swiftgen_multiply.argtypes = [number, address, address, address, number, number, address]
+        lib.swiftgen_prepared_bytes.argtypes, lib.swiftgen_prepared_bytes.restype = [number] * 3, size
+        lib.swiftgen_packed_bytes.argtypes, lib.swiftgen_packed_bytes.restype = [number, size, size], size
+        lib.swiftgen_pack.argtypes = [number, address, address, size, size, address, number]
+        lib.swiftgen_unpack.argtypes = [number, address, address, size, size, address]
         lib.swiftgen_narrow.argtypes = [
             *(address, number, ctypes.c_int64, address, ctypes.c_int64, ctypes.c_float),
             *(address, ctypes.c_float, ctypes.c_float, address, address),
@@ -49,7 +58,10 @@ class Kernels:
         lib.swiftgen_advance.argtypes = [
             *(number, address, address, address, number, number, number, address, address)
         ]
-        names = "attend", "rotate", "rms_norm", "silu_mul", "multiply", "layers", "score", "advance"
+        names = (
+            *("attend", "rotate", "rms_norm", "silu_mul", "multiply", "forward", "score", "advance"),
+            *("pack", "unpack", "unembed"),
+        )
         for name in names:
             getattr(lib, f"swiftgen_{name}").restype = None
 
@@ -74,11 +86,56 @@ class Kernels:
         )
         return out
 
-    def multiplication(
-        self, bits: int, codes: Tensor, scales: Tensor, minima: Tensor | None, bias: Tensor | None
-    ) -> Multiplication:
-        """A matrix product, see `Multiplication`."""
-        return Multiplication(self._library.swiftgen_multiply, bits, codes, scales, minima, bias)
+    def can_pack(self, type_number: int, out_features: int, in_features: int) -> bool:
+        """Whether there are products with weights of this type and shape."""
+        return bool(self._library.swiftgen_packed_bytes(type_number, out_features, in_features))
+
+    def pack(
+        self, type_number: int, rows: Tensor, in_features: int, order: Tensor | None = None
+    ) -> PackedWeight:
+        """A weight from the rows of a GGUF tensor; ask `can_pack` first.
+
+        Args:
+            rows: uint8 `[out, bytes]`.
+            order: int64 `[out]`, which row becomes the first, second, ...; None is as they are.
+        """
+        rows, out_features = rows.contiguous(), len(rows)
+        order = torch.arange(out_features) if order is None else order.contiguous()
+        num_bytes = self._library.swiftgen_packed_bytes(type_number, out_features, in_features)
+        data = torch.zeros(num_bytes, dtype=torch.uint8)
+        self._library.swiftgen_pack(
+            *(type_number, rows.data_ptr(), order.data_ptr(), out_features, in_features),
+            *(data.data_ptr(), torch.get_num_threads()),
+        )
+        return PackedWeight(type_number, out_features, in_features, data)
+
+    def unpack(self, weight: PackedWeight, rows: Tensor) -> Tensor:
+        """Rows of a weight as they are multiplied with: float32 `[N, in]`.
+
+        Args:
+            rows: int64 `[N]`, which.
+        """
+        rows = rows.contiguous()
+        out = torch.empty(len(rows), weight.in_features)
+        self._library.swiftgen_unpack(
+            *(weight.type_number, weight.data.data_ptr(), rows.data_ptr(), len(rows)),
+            *(weight.in_features, out.data_ptr()),
+        )
+        return out
+
+    def multiply(self, product: Product, x: Tensor) -> Tensor:
+        """`[..., in]` -> `[..., out]`."""
+        x = x.contiguous()
+        num_rows, num_threads = x.numel() // product.in_features, torch.get_num_threads()
+        dtype = torch.float32 if product.is_wide else x.dtype
+        out = torch.empty(*x.shape[:-1], product.out_features, dtype=dtype)
+        num_bytes = self._library.swiftgen_prepared_bytes(num_rows, product.in_features, num_threads)
+        memory = torch.empty(num_bytes, dtype=torch.uint8)
+        self._library.swiftgen_multiply(
+            *(is_bf16(x), x.data_ptr(), ctypes.addressof(product), out.data_ptr(), num_rows),
+            *(num_threads, memory.data_ptr()),
+        )
+        return out
 
     def advance(
         self, cell: Cell, states: Tensor, token_ids: Tensor, num_columns: int
@@ -169,17 +226,37 @@ class Kernels:
             *(ctypes.addressof(described), ctypes.addressof(heads), layer, qkv.data_ptr())
         )
 
-    def run_layers(self, described: Pass, layers: ctypes.Array[DecoderLayer], hidden: Tensor) -> None:
-        """Take hidden states `[1, T, hidden]` through all layers, in place."""
-        num_rows = hidden.shape[1]
-        memory = torch.empty(
-            self._library.swiftgen_layers_memory(ctypes.addressof(layers), is_bf16(hidden), num_rows),
-            dtype=torch.uint8,
+    def forward(self, described: Pass, model: Model, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Take tokens through the layers of a model: hidden states before the last norm, `[T, hidden]`.
+
+        Args:
+            token_ids: int64 `[T]`.
+        """
+        num_rows, is_half = len(token_ids), int(dtype == torch.bfloat16)
+        num_bytes = self._library.swiftgen_forward_memory(
+            *(ctypes.addressof(model), is_half, num_rows, described.num_threads)
         )
-        self._library.swiftgen_layers(
-            *(ctypes.addressof(described), ctypes.addressof(layers), len(layers)),
+        memory = torch.empty(num_bytes, dtype=torch.uint8)
+        hidden = torch.empty(num_rows, model.hidden_size, dtype=dtype)
+        self._library.swiftgen_forward(
+            *(ctypes.addressof(described), ctypes.addressof(model), token_ids.data_ptr()),
             *(hidden.data_ptr(), memory.data_ptr()),
         )
+        return hidden
+
+    def unembed(self, model: Model, hidden: Tensor) -> Tensor:
+        """The last norm and the lm_head: `[T, hidden]` -> float32 `[T, vocab]`."""
+        hidden, num_threads = hidden.contiguous(), torch.get_num_threads()
+        logits = torch.empty(len(hidden), model.lm_head_product.out_features)
+        num_bytes = self._library.swiftgen_unembed_memory(
+            *(ctypes.addressof(model), len(hidden), num_threads)
+        )
+        memory = torch.empty(num_bytes, dtype=torch.uint8)
+        self._library.swiftgen_unembed(
+            *(ctypes.addressof(model), is_bf16(hidden), hidden.data_ptr(), len(hidden)),
+            *(num_threads, logits.data_ptr(), memory.data_ptr()),
+        )
+        return logits
 
     def _rms_norm(
         self, x: Tensor, delta: Tensor | None, total: Tensor | None, weight: Tensor, eps: float, out: Tensor
