@@ -20,6 +20,7 @@ from swiftgen.system.errors import SwiftgenError
 from swiftgen.system.machine import processor_name, read_gb_per_s, usable_cores, vector_units
 
 _SMALL_DISK_BYTES = 2**30
+_UNNEEDED = "converted"  # what earlier versions unpacked of GGUF files
 _CPU = torch.device("cpu")
 _ANY_HEAD_DIM = 64
 
@@ -135,6 +136,10 @@ def cache() -> Finding:
     free = shutil.disk_usage(_nearest(folder)).free
     figures["free_bytes"] = free
     text = f"{folder} · {size(free)} free"
+    if unneeded := sum(file.stat().st_size for file in (folder / _UNNEEDED).rglob("*") if file.is_file()):
+        figures["unneeded_bytes"] = unneeded
+        advice = f"Delete {folder / _UNNEEDED}: GGUF files are read as they are now."
+        return Finding(f"{text}, {size(unneeded)} not needed any more", "note", advice, figures)
     if free < _SMALL_DISK_BYTES:
         advice = f"Free some space, or set {CACHE_VARIABLE} to a folder on another disk."
         return Finding(text, "note", advice, figures)

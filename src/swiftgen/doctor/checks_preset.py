@@ -10,15 +10,17 @@ from swiftgen.display.wording import count, size
 from swiftgen.doctor.findings import Finding, Section, run_checks
 from swiftgen.forward.arithmetic import arithmetic_of
 from swiftgen.forward.backend import Backend, choose_backend
-from swiftgen.forward.exactness import CANDIDATE_SIZES, Exactness, kept_exactness, known_exactness
+from swiftgen.forward.exactness import Exactness, kept_exactness, known_exactness
 from swiftgen.forward.memory import MemoryEstimate, fitting_tokens
 from swiftgen.forward.target import Target
 from swiftgen.heads.files import check_heads, load_heads
 from swiftgen.models.architectures import head_dim
-from swiftgen.models.conversion import converted_folder
+from swiftgen.models.gguf_file import description_folder
+from swiftgen.models.gguf_weights import stays_packed
 from swiftgen.models.loading import OpenedModel, load_weights, open_model
 from swiftgen.models.positions import planned_config
 from swiftgen.models.sources import is_hub_id, resolve_source
+from swiftgen.native.kernels import Kernels
 from swiftgen.settings.schema import Preset
 from swiftgen.system.cache_folder import not_here
 from swiftgen.system.devices import free_bytes, resolve_device, resolve_dtype
@@ -65,11 +67,11 @@ class PresetChecks:
         checks = {
             "model": self._model,
             "tokenizer": self._tokenizer,
+            "attention": self._attention,
             "weights": self._weights,
             "kv_cache": self._kv_cache,
             "memory": self._memory,
             "longest_text": self._longest_text,
-            "attention": self._attention,
             "heads": self._heads,
             "exactness": self._check_exactness,
             "plain_decoding": lambda: self._plain_decoding(gb_per_s),
@@ -94,12 +96,11 @@ class PresetChecks:
     def _model(self) -> Finding:
         preset = self._preset
         resolved = resolve_source(preset.model, local_only=True)
-        dtype = resolve_dtype(preset.model.dtype, self.device)
-        is_unpacked = resolved.kind == "folder" or converted_folder(resolved, dtype).is_dir()
-        if not is_unpacked and not self._may_load:
+        is_read = resolved.kind == "folder" or description_folder(resolved).is_dir()
+        if not is_read and not self._may_load:
             raise SwiftgenError(
-                f"{resolved.source} is here, and not unpacked into {_name(dtype)} yet",
-                "`swiftgen doctor` without --no-load unpacks it, and so does the first `swiftgen write`.",
+                f"{resolved.source} is here, and has not been read yet",
+                "`swiftgen doctor` without --no-load reads it, and so does the first `swiftgen write`.",
             )
         self._opened = opened = open_model(preset, local_only=True)
         config = opened.config
@@ -128,17 +129,26 @@ class PresetChecks:
     def _weights(self) -> Finding | None:
         if not self._opened:
             return None
-        opened = self._opened
-        text = f"{size(opened.weights_bytes)} in {_name(opened.dtype)}"
-        if opened.quantised_bytes:
-            text += f", {size(opened.quantised_bytes)} in few bits"
-        figures = {"bytes": opened.weights_bytes, "quantised_bytes": opened.quantised_bytes}
-        return Finding(text, figures=figures)
+        opened, kernels = self._opened, self._kernels
+        kinds = {True: "the bits of the file", False: _name(opened.dtype)}
+        kind = " and ".join(kinds[stays] for stays in sorted(self._stays_packed, reverse=True))
+        text = f"{size(opened.weights_bytes(kernels))} in {kind}"
+        return Finding(text, figures={"bytes": opened.weights_bytes(kernels)})
+
+    @property
+    def _kernels(self) -> Kernels | None:
+        return self._backend.kernels if self._backend else None
+
+    @property
+    def _stays_packed(self) -> set[bool]:
+        """Whether weights stay in the few bits of their file, see `gguf_weights.stays_packed`."""
+        file = self._opened.gguf if self._opened else None
+        return stays_packed(file, self._kernels) if file else {False}
 
     def _kv_cache(self) -> Finding | None:
         if not (opened := self._opened):
             return None
-        weights_bytes = opened.weights_bytes + opened.quantised_bytes
+        weights_bytes = opened.weights_bytes(self._kernels)
         estimate = run_memory(
             self._preset, opened.config, weights_bytes, KV_TOKENS, opened.dtype, self.device
         )
@@ -183,13 +193,16 @@ class PresetChecks:
     def _attention(self) -> Finding | None:
         if not (opened := self._opened):
             return None
-        wanted = self._preset.model.attention
-        self._backend = choose_backend(wanted, opened.device, opened.dtype, head_dim(opened.config))
+        settings = self._preset.model
+        width = head_dim(opened.config)
+        self._backend = choose_backend(
+            settings.attention, opened.device, opened.dtype, width, settings.activations
+        )
         self._arithmetic = arithmetic_of(
-            opened.config, opened.dtype, opened.device, self._backend, bool(opened.quantised_bytes)
+            opened.config, opened.dtype, opened.device, self._backend, self._stays_packed
         )
         name = str(self._arithmetic["attention"])
-        return Finding(f"{name} (model.attention is {wanted})", figures={"name": name})
+        return Finding(f"{name} (model.attention is {settings.attention})", figures={"name": name})
 
     def _heads(self) -> Finding | None:
         source, plan = self._preset.heads, self._preset.plan
@@ -227,7 +240,6 @@ class PresetChecks:
         figures = {
             "lossless": found.lossless,
             "pass_sizes": list(found.pass_sizes),
-            "tried": list(CANDIDATE_SIZES),
         }
         if found.lossless:
             return Finding(str(found), figures=figures)
@@ -236,7 +248,8 @@ class PresetChecks:
 
     def _measured_exactness(self, opened: OpenedModel, backend: Backend) -> Exactness:
         with Console(stderr=True).status("loading the weights, to check which passes agree bit for bit"):
-            target = Target(load_weights(opened, opened.max_positions).model, backend)
+            loaded = load_weights(opened, opened.max_positions, kernels=backend.kernels)
+            target = Target(loaded.model, backend)
             return known_exactness(target, opened.fingerprint)
 
     def _plain_decoding(self, gb_per_s: float | None) -> Finding | None:
@@ -245,10 +258,8 @@ class PresetChecks:
         late_tokens = min(KV_TOKENS, self._longest_tokens)
         if not opened or not estimate or not gb_per_s or not late_tokens:
             return None
-        config, read_bytes = opened.config, opened.weights_bytes
-        if self._arithmetic and "quantised" in str(self._arithmetic["linears"]):
-            read_bytes = opened.quantised_bytes
-        elif not config.tie_word_embeddings:
+        config, read_bytes = opened.config, opened.weights_bytes(self._kernels)
+        if not config.tie_word_embeddings and self._stays_packed == {False}:
             read_bytes -= config.vocab_size * config.hidden_size * opened.dtype.itemsize
         kv_bytes = estimate.kv_bytes * late_tokens // KV_TOKENS
         per_s, per_s_late = (gb_per_s * 1e9 / each for each in (read_bytes, read_bytes + kv_bytes))

@@ -55,8 +55,11 @@ class RecordedRun:
         Raises:
             SwiftgenError: they are none of this version.
         """
+        recorded = self.manifest.preset
+        if isinstance(model := recorded.get("model"), Mapping):  # before there was another, all was `full`
+            recorded = {**recorded, "model": {"activations": "full", **model}}
         try:
-            return Preset.model_validate({**self.manifest.preset, **(changes or {})})
+            return Preset.model_validate({**recorded, **(changes or {})})
         except ValidationError as error:
             problem = error.errors()[0]
             where = ".".join(map(str, problem["loc"]))

@@ -11,6 +11,7 @@ import torch
 from swiftgen.system.errors import SwiftgenError
 
 if TYPE_CHECKING:
+    from gguf import GGUFReader
     from transformers import PretrainedConfig
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -18,18 +19,16 @@ _READ_BY_TRANSFORMERS = ("gpt-oss",)
 _KEYS = {"type", "factor", "original_context_length", "finetuned"}
 
 
-def scaled_rope(gguf_file: Path, config: PretrainedConfig) -> dict[str, Any]:
+def scaled_rope(gguf_file: Path, reader: GGUFReader, config: PretrainedConfig) -> dict[str, Any]:
     """The `rope_parameters` that a config needs to have the positions of its file.
 
     Args:
+        reader: of the file.
         config: as transformers reads it from the file.
 
     Raises:
         SwiftgenError: the file scales its positions by a rule that is not known here.
     """
-    from gguf import GGUFReader
-
-    reader = GGUFReader(gguf_file)
     rope: dict[str, Any] = dict(config.rope_parameters)
     architecture = str(reader.fields["general.architecture"].contents())
     prefix = f"{architecture}.rope.scaling."

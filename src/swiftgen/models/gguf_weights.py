@@ -1,213 +1,252 @@
-"""Weights in 4 or 8 bits, as GGUF files have them, for the native kernels.
+"""The weights of a GGUF file in a model: matrices in few bits where there are kernels for their type.
 
-The model is the one that transformers unpacks: every weight kept here in few bits gives exactly the number
-that the unpacked model has, which is checked when the file is unpacked. What changes is how much memory a
-pass reads, and at a few rows that is what a pass costs.
+Names come from the tables of the gguf library. What transformers does to a tensor when it unpacks a file
+(rows of heads in another order, norms less one) is asked of its own processors.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+import logging
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from swiftgen.models.architectures import head_dim
+from swiftgen.models.architectures import model_class
+from swiftgen.models.gguf_file import GgufFile, GgufTensor
+from swiftgen.models.tensor_parallel import distributed_config
+from swiftgen.native.kernels import Kernels
+from swiftgen.native.weights import PackedWeight
+from swiftgen.system.errors import SwiftgenError
+from swiftgen.system.ranks import num_ranks
 
-FILE_NAME = "quantised.safetensors"
-_ATTRIBUTE = "quantised_weight"
-BLOCK, GROUP = 32, 16  # as in quantised.cpp
-_PARTS = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
-
-@dataclass(frozen=True)
-class QuantisedWeight:
-    """The weight of a linear layer: `code * scale + minimum`, in blocks of 32 along a row.
-
-    Args:
-        codes: uint8 `[out, in / 32, 16]`, 4 bits each, of a block the first half in the low ones; or int8
-            `[out, in / 32, 32]`.
-        scales: float16 `[out, in / 32]`.
-        minima: The same; None with 8 bits, where it is 0.
-    """
-
-    codes: Tensor
-    scales: Tensor
-    minima: Tensor | None
-
-    @property
-    def bits(self) -> int:
-        """Of a code."""
-        return 4 if self.codes.dtype == torch.uint8 else 8
-
-    def dequantised(self, dtype: torch.dtype) -> Tensor:
-        """The weight itself, `[out, in]`, rounded once."""
-        codes = self.codes
-        if self.bits == 4:
-            codes = torch.cat([codes & 15, codes >> 4], dim=-1)
-        values = codes.float() * self.scales.float().unsqueeze(-1)
-        if self.minima is not None:
-            values += self.minima.float().unsqueeze(-1)
-        return values.to(dtype).flatten(1)
-
-    def is_for(self, weight: Tensor) -> bool:
-        """Whether types and shapes are those that a weight `[out, in]` needs."""
-        if weight.shape[1] % BLOCK or self.codes.dtype not in (torch.uint8, torch.int8):
-            return False
-        shape = weight.shape[0], weight.shape[1] // BLOCK
-        scales = [self.scales] + ([self.minima] if self.minima is not None else [])
-        return (
-            self.codes.shape == (*shape, BLOCK * self.bits // 8)
-            and all(each.shape == shape and each.dtype == torch.float16 for each in scales)
-            and len(scales) == (2 if self.bits == 4 else 1)
-        )
-
-    def rows(self, index: Tensor) -> QuantisedWeight:
-        """Some of its rows."""
-        minima = None if self.minima is None else self.minima[index]
-        return QuantisedWeight(self.codes[index], self.scales[index], minima)
-
-    @staticmethod
-    def nearest(weight: Tensor) -> QuantisedWeight:
-        """A weight `[out, in]` in 8 bits, to the nearest step; for what need not be exact, like drafts."""
-        blocks = weight.float().unflatten(1, (-1, BLOCK))
-        scales = (blocks.abs().amax(dim=-1) / 127).half()
-        steps = scales.float().clamp(min=torch.finfo(torch.float16).tiny).unsqueeze(-1)
-        return QuantisedWeight((blocks / steps).round().clamp(-127, 127).to(torch.int8), scales, None)
-
-    @staticmethod
-    def joined(weights: Sequence[QuantisedWeight]) -> QuantisedWeight | None:
-        """Weights one below the other; None if their bits differ."""
-        if len({weight.bits for weight in weights}) > 1:
-            return None
-        minima = [weight.minima for weight in weights if weight.minima is not None]
-        return QuantisedWeight(
-            torch.cat([weight.codes for weight in weights]),
-            torch.cat([weight.scales for weight in weights]),
-            torch.cat(minima) if minima else None,
-        )
+_ATTRIBUTE = "packed_weight"
+# Matrices of a layer that become one, which is packed or is not.
+_JOINED = ("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up")
+logger = logging.getLogger(__name__)
 
 
-def save_quantised(gguf: Path, model: nn.Module, config: Any, folder: Path) -> None:
-    """Keep the codes of an unpacked model where they give the weight of every layer to the last bit.
+class PackedEmbedding(nn.Module):
+    """`nn.Embedding` whose rows are unpacked when they are looked up."""
 
-    A file that has other kinds of weights too is left at that. The lm_head is kept if it can be.
+    def __init__(self, weight: PackedWeight, kernels: Kernels, dtype: torch.dtype, scale: float) -> None:
+        super().__init__()
+        self.packed, self.scale = weight, scale
+        self._kernels, self._dtype = kernels, dtype
+        self.num_embeddings, self.embedding_dim = weight.out_features, weight.in_features
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """int64 `[...]` -> `[..., hidden]`."""
+        rows = self._kernels.unpack(self.packed, token_ids.reshape(-1)).to(self._dtype)
+        if self.scale != 1.0:
+            rows = rows * torch.tensor(self.scale, dtype=self._dtype)
+        return rows.view(*token_ids.shape, -1)
+
+
+def model_of(
+    file: GgufFile, config: PretrainedConfig, dtype: torch.dtype, kernels: Kernels | None
+) -> PreTrainedModel:
+    """The model of a file, in eval mode.
 
     Args:
-        gguf: The file that the model was unpacked from.
-        config: Of the model.
-    """
-    from gguf import GGUFReader
-
-    tensors = {tensor.name: tensor for tensor in GGUFReader(gguf).tensors}
-    kept: dict[str, Tensor] = {}
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
-            continue
-        tensor = tensors.get(_gguf_name(name, tensors))
-        weight = _matching(None if tensor is None else _read(tensor), module.weight, config)
-        if weight is not None:
-            parts = {f"{name}.{part}": value for part, value in vars(weight).items()}
-            kept |= {key: value.contiguous() for key, value in parts.items() if value is not None}
-        elif name != "lm_head":
-            return
-    save_file(kept, folder / FILE_NAME)
-
-
-def quantised_bytes(folder: Path) -> int:
-    """Size of what `save_quantised` left in a model folder; 0 if it left nothing."""
-    file = folder / FILE_NAME
-    return file.stat().st_size if file.is_file() else 0
-
-
-def attach_quantised(model: nn.Module, folder: Path) -> None:
-    """Give the linear layers of a model what `save_quantised` kept of them, for `quantised_of`.
+        config: As planned for the run.
+        dtype: Of what is computed, and of all that is unpacked.
+        kernels: Where there are any, matrices stay in few bits, for `packed_of`.
 
     Raises:
-        SafetensorError, ValueError: the file is damaged.
+        SwiftgenError: the file lacks a weight, or one has another shape.
     """
-    kept = load_file(folder / FILE_NAME)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and f"{name}.codes" in kept:
-            weight = QuantisedWeight(
-                kept[f"{name}.codes"], kept[f"{name}.scales"], kept.get(f"{name}.minima")
+    with torch.device("meta"):
+        model = model_class(config)(config).to(dtype)
+    reader = _Reader(file, config, dtype, kernels)
+    has_tensors = all(reader.has_name(name, parameter) for name, parameter in model.named_parameters())
+    if num_ranks() > 1 or not has_tensors:
+        return _unpacked_by_transformers(file, config, dtype)
+    embedding_name = _name_of(model, model.get_input_embeddings())
+    for name, module in list(model.named_modules()):
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            full_name = f"{name}.{key}" if name else key
+            if module is model.get_output_embeddings() and full_name not in reader and key == "weight":
+                full_name = f"{embedding_name}.weight"  # tied
+            tensor = reader.tensor(full_name, parameter.shape)
+            packed = reader.packed(tensor) if isinstance(module, nn.Linear | nn.Embedding) else None
+            if packed is None:
+                value = nn.Parameter(reader.unpacked(tensor), requires_grad=False)
+                setattr(module, key, value)
+            elif isinstance(module, nn.Linear):
+                attach(module, [packed])
+            else:
+                assert kernels is not None
+                scale = float(getattr(module, "scalar_embed_scale", 1.0))
+                model.set_input_embeddings(PackedEmbedding(packed, kernels, dtype, scale))
+    _fill_buffers(model, config)
+    reader.report()
+    return model.eval().requires_grad_(False)
+
+
+def num_bytes(file: GgufFile, dtype: torch.dtype, kernels: Kernels | None) -> int:
+    """Memory of the weights of a file, or of the share of one rank; see `model_of`."""
+    total = sum(
+        tensor.num_bytes if can_stay(file, tensor, kernels) else math.prod(tensor.shape) * dtype.itemsize
+        for tensor in file.tensors.values()
+    )
+    return total // num_ranks()
+
+
+def can_stay(file: GgufFile, tensor: GgufTensor, kernels: Kernels | None) -> bool:
+    """Whether a tensor is a matrix that the kernels read in its few bits, as are those it is joined with."""
+    if kernels is None or file.has_experts or num_ranks() > 1:  # see `_unpacked_by_transformers`
+        return False
+    layer, _, part = tensor.name.removesuffix(".weight").rpartition(".")
+    parts = next((parts for parts in _JOINED if part in parts), ())
+    found = [file.tensors.get(f"{layer}.{name}.weight") for name in parts]
+    return all(
+        len(each.shape) == 2 and kernels.can_pack(each.type_number, *each.shape)
+        for each in [tensor, *filter(None, found)]
+    )
+
+
+def stays_packed(file: GgufFile, kernels: Kernels | None) -> set[bool]:
+    """Whether matrices of the layers do: true of some of them, false of some, or both."""
+    layers = [tensor for tensor in file.tensors.values() if tensor.name.startswith("blk.")]
+    return {can_stay(file, tensor, kernels) for tensor in layers if len(tensor.shape) > 1}
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the weights of a model are; those in few bits are beside it, and their parameters nowhere."""
+    return next(parameter.device for parameter in model.parameters() if not parameter.is_meta)
+
+
+def table_of(embedding: nn.Module) -> tuple[Tensor | PackedWeight, float] | None:
+    """The rows of an embedding and their factor; None if it looks them up in a way of its own."""
+    if isinstance(embedding, PackedEmbedding):
+        return embedding.packed, embedding.scale
+    # A weight of another type is spread over ranks.
+    is_plain = type(embedding) is nn.Embedding and type(embedding.weight) is nn.Parameter
+    return (cast(Tensor, embedding.weight), 1.0) if is_plain else None
+
+
+def attach(linear: nn.Linear, weights: Sequence[PackedWeight]) -> None:
+    """Give a layer its weight in few bits, for `packed_of`; its parts lie one below the other."""
+    setattr(linear, _ATTRIBUTE, tuple(weights))
+
+
+def packed_of(linear: nn.Module) -> tuple[PackedWeight, ...]:
+    """What was attached to a layer; nothing if its weight is an ordinary one."""
+    found: tuple[PackedWeight, ...] = getattr(linear, _ATTRIBUTE, ())
+    return found
+
+
+class _Reader:
+    """Finds the tensors of a model in a file."""
+
+    def __init__(
+        self, file: GgufFile, config: PretrainedConfig, dtype: torch.dtype, kernels: Kernels | None
+    ) -> None:
+        from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+        from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+
+        self._file, self._dtype, self._kernels = file, dtype, kernels
+        arch = next(arch for arch, name in MODEL_ARCH_NAMES.items() if name == file.architecture)
+        self._names = get_tensor_name_map(arch, config.num_hidden_layers)
+        processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
+        self._process = processor(config=config.to_dict()).process
+        self._others: Counter[str] = Counter()
+
+    def __contains__(self, name: str) -> bool:
+        return self._gguf_name(name) in self._file.tensors
+
+    def has_name(self, name: str, parameter: nn.Parameter) -> bool:
+        """Whether a parameter is a tensor of its own in files of this family; those of experts are not."""
+        return parameter.ndim <= 2 and self._names.get_name(name.rpartition(".")[0]) is not None
+
+    def tensor(self, name: str, shape: torch.Size) -> GgufTensor:
+        """The tensor of a parameter.
+
+        Raises:
+            SwiftgenError: there is none, or it has another shape.
+        """
+        found = self._file.tensors.get(self._gguf_name(name))
+        if found is None:
+            raise SwiftgenError(f"{self._file.path} lacks a weight of the model: {name}")
+        if found.shape != tuple(shape):
+            raise SwiftgenError(
+                f"{found.name} in {self._file.path} is {list(found.shape)}, the model has {list(shape)}"
             )
-            if not weight.is_for(module.weight):
-                raise ValueError(f"{FILE_NAME} does not fit {name}")
-            attach(module, weight)
+        return found
+
+    def packed(self, tensor: GgufTensor) -> PackedWeight | None:
+        """A matrix in few bits; None where there are no kernels for its type or shape."""
+        if self._kernels is None:
+            return None
+        if not can_stay(self._file, tensor, self._kernels):
+            if tensor.type_name not in ("F32", "F16", "BF16"):
+                self._others[tensor.type_name] += 1
+            return None
+        rows = np.arange(tensor.shape[0], dtype=np.float32)[:, None]
+        order = torch.from_numpy(self._processed(rows, tensor)).flatten().long()
+        return self._kernels.pack(tensor.type_number, self._file.read(tensor), tensor.shape[1], order)
+
+    def unpacked(self, tensor: GgufTensor) -> Tensor:
+        """Any tensor in the dtype of the model."""
+        values = self._processed(self._file.numbers(tensor).numpy(), tensor)
+        return torch.from_numpy(values).to(self._dtype)
+
+    def report(self) -> None:
+        """Say which weights take more memory than they do in the file."""
+        if self._others:
+            found = ", ".join(f"{count} of type {name}" for name, count in self._others.items())
+            logger.warning(
+                "%s has weights that are unpacked, which is slower: %s", self._file.path.name, found
+            )
+
+    def _gguf_name(self, name: str) -> str:
+        base, _, suffix = name.rpartition(".")
+        return f"{self._names.get_name(base)}.{suffix}"
+
+    def _processed(self, values: np.ndarray[Any, Any], tensor: GgufTensor) -> np.ndarray[Any, Any]:
+        processed: np.ndarray[Any, Any] = self._process(values, name=tensor.name).weights
+        return np.ascontiguousarray(processed)
 
 
-def attach_zeros(model: nn.Module) -> None:
-    """Give all linear layers weights in 4 bits, for a model of which only the make matters."""
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            blocks = module.out_features, module.in_features // BLOCK
-            zeros = torch.zeros(blocks, dtype=torch.float16)
-            attach(module, QuantisedWeight(torch.zeros(*blocks, BLOCK // 2, dtype=torch.uint8), zeros, zeros))
+def _unpacked_by_transformers(
+    file: GgufFile, config: PretrainedConfig, dtype: torch.dtype
+) -> PreTrainedModel:
+    """A model whose weights have no tensor each (experts), or are spread: all of it unpacked, in memory."""
+    from transformers import GgufConfig
+
+    model, info = model_class(config).from_pretrained(
+        file.path.parent,
+        config=config,
+        gguf_file=file.path.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=dtype,
+        distributed_config=distributed_config(config),
+        output_loading_info=True,
+    )
+    if info["missing_keys"]:
+        raise SwiftgenError(f"{file.path} lacks weights of the model, e.g. {min(info['missing_keys'])}")
+    return cast("PreTrainedModel", model)
 
 
-def attach(linear: nn.Linear, weight: QuantisedWeight) -> None:
-    """Give a layer its weight in few bits, for `quantised_of`."""
-    setattr(linear, _ATTRIBUTE, weight)
+def _name_of(model: PreTrainedModel, module: nn.Module) -> str:
+    return str(next(name for name, found in model.named_modules() if found is module))
 
 
-def quantised_of(linear: nn.Module) -> QuantisedWeight | None:
-    """What was attached to a layer."""
-    return getattr(linear, _ATTRIBUTE, None)
-
-
-def _matching(quantised: QuantisedWeight | None, weight: Tensor, config: Any) -> QuantisedWeight | None:
-    """The same in the order of rows in which it gives a weight to the last bit; None if it does in none."""
-    if quantised is None or not quantised.is_for(weight):
-        return None
-    for ordered in (quantised, quantised.rows(_llama_rows(len(weight), config))):
-        if torch.equal(ordered.dequantised(weight.dtype), weight):
-            return ordered
-    return None
-
-
-def _gguf_name(name: str, tensors: Mapping[str, Any]) -> str:
-    """What a GGUF file calls the weight of a linear layer; an lm_head tied to the embedding has its name."""
-    if name == "lm_head":
-        return "output.weight" if "output.weight" in tensors else "token_embd.weight"
-    match = _LAYER.fullmatch(name)
-    return f"blk.{match[1]}.{_PARTS.get(match[2], '')}.weight" if match else ""
-
-
-def _llama_rows(num_rows: int, config: Any) -> Tensor:
-    """llama.cpp keeps the rows of a q or k head in another order, for its own way to rotate them."""
-    width = head_dim(config)
-    if num_rows % width:
-        return torch.arange(num_rows)
-    return torch.arange(num_rows).view(-1, width // 2, 2).transpose(1, 2).flatten()
-
-
-def _read(tensor: Any) -> QuantisedWeight | None:
-    """A tensor of a GGUF file; None if it is of another type than Q4_0, Q4_1 and Q8_0."""
-    data = torch.from_numpy(tensor.data.copy())
-    kind = tensor.tensor_type.name
-    num_halves = {"Q4_0": 1, "Q4_1": 2, "Q8_0": 1}.get(kind)
-    if num_halves is None:
-        return None
-    num_bytes = 2 * num_halves + (32 if kind == "Q8_0" else 16)
-    blocks = data.view(data.shape[0], -1, num_bytes)
-    halves = blocks[..., : 2 * num_halves].contiguous().view(torch.float16)
-    codes, scales = blocks[..., 2 * num_halves :].contiguous(), halves[..., 0].contiguous()
-    if kind == "Q8_0":
-        return QuantisedWeight(codes.view(torch.int8), scales, None)
-    minima = halves[..., 1].contiguous() if kind == "Q4_1" else -8 * scales
-    return QuantisedWeight(codes, scales, minima)
+def _fill_buffers(model: PreTrainedModel, config: PretrainedConfig) -> None:
+    """What is computed from the config; the weights are there."""
+    base: Any = model.base_model
+    base.rotary_emb = type(base.rotary_emb)(config=config)
+    embedding: Any = model.get_input_embeddings()
+    if hasattr(embedding, "embed_scale"):
+        embedding.embed_scale = torch.tensor(embedding.scalar_embed_scale)
+    left = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if left:
+        raise SwiftgenError(f"this model has numbers that no GGUF file holds: {left[0]}")

@@ -1,6 +1,6 @@
 """Loading a model: config and tokenizer first (cheap, enough for every check), then the weights.
 
-    opened = open_model(preset)          # fetches and converts if need be; no weights in memory
+    opened = open_model(preset)          # fetches if need be; no weights in memory
     check_length(...); check_memory(...) # refuse here, before minutes of loading
     loaded = load_weights(opened, total_tokens)
 
@@ -13,17 +13,19 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from swiftgen.models.architectures import FAMILIES, check_family, check_supported, model_class
-from swiftgen.models.conversion import converted_copy, quiet_transformers
-from swiftgen.models.gguf_weights import attach_quantised, quantised_bytes
+from swiftgen.models.gguf_file import GgufFile, described
+from swiftgen.models.gguf_weights import model_of, num_bytes
 from swiftgen.models.libraries import bytes_loaded, check_quantiser, quantisation_config, stored_method
 from swiftgen.models.positions import planned_config, usable_positions
+from swiftgen.models.quiet import quiet_transformers
 from swiftgen.models.sources import read_header, resolve_source, shards
 from swiftgen.models.tensor_parallel import device_of_rank, distributed_config
+from swiftgen.native.kernels import Kernels
 from swiftgen.settings.schema import Preset
 from swiftgen.system.devices import resolve_device, resolve_dtype
 from swiftgen.system.errors import SwiftgenError, first_line
@@ -39,9 +41,8 @@ class OpenedModel:
 
     Attributes:
         folder: config.json, tokenizer and safetensors, ready to load.
-        weights_bytes: size of all parameters in memory, or of the share of one rank.
         quantization: the preset's `model.quantization`.
-        quantised_bytes: of the same weights in few bits, for the native kernels; 0 where there are none.
+        gguf: the file, if the weights are read from one; None if they are in the folder.
         For the rest see `LoadedModel`.
     """
 
@@ -52,11 +53,21 @@ class OpenedModel:
     fingerprint: str
     eos_token_ids: tuple[int, ...]
     max_positions: int
-    weights_bytes: int
-    quantised_bytes: int
+    gguf: GgufFile | None
     quantization: str
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def place(self) -> Path:
+        """The file or the folder that the weights are read from."""
+        return self.gguf.path if self.gguf else self.folder
+
+    def weights_bytes(self, kernels: Kernels | None) -> int:
+        """Memory of all parameters, or of the share of one rank; see `load_weights`."""
+        if self.gguf:
+            return num_bytes(self.gguf, self.dtype, kernels)
+        return _weights_bytes(self.folder, self.quantization, self.dtype) // num_ranks()
 
 
 @dataclass(frozen=True)
@@ -94,7 +105,7 @@ def load_model(preset: Preset, total_tokens: int | None = None) -> LoadedModel:
 
 
 def open_model(preset: Preset, *, local_only: bool = False) -> OpenedModel:
-    """Find, fetch and convert the weights as needed; load config and tokenizer only.
+    """Find the weights, or fetch them; load config and tokenizer only.
 
     Args:
         preset: names the source, dtype and device.
@@ -109,7 +120,8 @@ def open_model(preset: Preset, *, local_only: bool = False) -> OpenedModel:
     is_gguf, quantization = resolved.kind == "gguf", preset.model.quantization
     if is_gguf:
         check_quantiser("gguf", quantization, resolved.source)
-    folder = converted_copy(resolved, dtype) if is_gguf else resolved.path
+    gguf = described(resolved) if is_gguf else None
+    folder = gguf.folder if gguf else resolved.path
     with quiet_transformers():
         config = _load_config(folder)
         check_supported(config)
@@ -124,21 +136,26 @@ def open_model(preset: Preset, *, local_only: bool = False) -> OpenedModel:
         fingerprint=resolved.fingerprint,
         eos_token_ids=_eos_token_ids(folder, config, tokenizer),
         max_positions=usable_positions(config),
-        weights_bytes=_weights_bytes(folder, quantization, dtype) // num_ranks(),
         quantization=quantization,
-        quantised_bytes=quantised_bytes(folder) if device.type == "cpu" and num_ranks() == 1 else 0,
+        gguf=gguf,
         dtype=dtype,
         device=device,
     )
 
 
-def load_weights(opened: OpenedModel, total_tokens: int | None = None, stretch: bool = False) -> LoadedModel:
+def load_weights(
+    opened: OpenedModel,
+    total_tokens: int | None = None,
+    stretch: bool = False,
+    kernels: Kernels | None = None,
+) -> LoadedModel:
     """Load the weights of an opened model.
 
     Args:
         opened: from `open_model`.
         total_tokens: prompt and text that the positions are planned for; None leaves the model as it is.
         stretch: reach as far by YaRN if the model has fewer positions.
+        kernels: matrices of GGUF files stay in their few bits for them; None unpacks all.
 
     Raises:
         SwiftgenError: if the weights are damaged or do not fit the config.
@@ -146,38 +163,23 @@ def load_weights(opened: OpenedModel, total_tokens: int | None = None, stretch: 
     config = opened.config
     if total_tokens is not None:
         config = planned_config(config, total_tokens, stretch)
-    spread = distributed_config(config)
-    quantising = {}
-    if opened.quantization != "none":
-        quantising = {"quantization_config": quantisation_config(opened.quantization, opened.dtype)}
-    device_map = None if opened.device.type == "cpu" or spread else {"": opened.device}
     try:
         with quiet_transformers():
-            model, info = model_class(config).from_pretrained(
-                opened.folder,
-                config=config,
-                dtype=opened.dtype,
-                device_map=device_map,
-                distributed_config=spread,
-                **quantising,
-                use_safetensors=True,
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
-        if opened.quantised_bytes:
-            attach_quantised(model, opened.folder)
+            if opened.gguf:
+                model = model_of(opened.gguf, config, opened.dtype, kernels)
+                if opened.device.type != "cpu":
+                    model = model.to(opened.device)
+            else:
+                model = _from_safetensors(opened, config)
     except torch.cuda.OutOfMemoryError as error:
         raise SwiftgenError(f"{opened.source} does not fit into the memory of {opened.device}") from error
+    except SwiftgenError:
+        raise
     except Exception as error:  # safetensors, transformers and torch each have their own kinds
         raise SwiftgenError(
-            f"cannot load {opened.source} from {opened.folder}: {first_line(error)}",
+            f"cannot load {opened.source} from {opened.place}: {first_line(error)}",
             "The files may be damaged: fetch or copy them again.",
         ) from error
-    # transformers fills what is missing with random numbers and a warning.
-    wrong = sorted({*info["missing_keys"], *(str(entry[0]) for entry in info["mismatched_keys"])})
-    if wrong:
-        raise SwiftgenError(f"{opened.source} lacks weights its config asks for, e.g. {wrong[0]}")
     return LoadedModel(
         model=model.eval().requires_grad_(False),
         tokenizer=opened.tokenizer,
@@ -188,6 +190,31 @@ def load_weights(opened: OpenedModel, total_tokens: int | None = None, stretch: 
         dtype=opened.dtype,
         device=opened.device,
     )
+
+
+def _from_safetensors(opened: OpenedModel, config: PretrainedConfig) -> PreTrainedModel:
+    spread = distributed_config(config)
+    quantising = {}
+    if opened.quantization != "none":
+        quantising = {"quantization_config": quantisation_config(opened.quantization, opened.dtype)}
+    device_map = None if opened.device.type == "cpu" or spread else {"": opened.device}
+    model, info = model_class(config).from_pretrained(
+        opened.folder,
+        config=config,
+        dtype=opened.dtype,
+        device_map=device_map,
+        distributed_config=spread,
+        **quantising,
+        use_safetensors=True,
+        local_files_only=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+    )
+    # transformers fills what is missing with random numbers and a warning.
+    wrong = sorted({*info["missing_keys"], *(str(entry[0]) for entry in info["mismatched_keys"])})
+    if wrong:
+        raise SwiftgenError(f"{opened.source} lacks weights its config asks for, e.g. {wrong[0]}")
+    return cast("PreTrainedModel", model)
 
 
 def _load_config(folder: Path) -> PretrainedConfig:

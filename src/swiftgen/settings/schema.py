@@ -50,6 +50,7 @@ class ModelSettings(Strict):
     )
     device: Device = _setting("auto", "auto, cpu, cuda or cuda:N")
     attention: Literal["auto", "native", "sdpa", "flash"] = _setting("auto", "auto, native, sdpa or flash")
+    activations: Literal["auto", "int8", "full"] = _setting("auto", "auto, int8 or full")
 
 
 class SamplerSettings(Strict):
