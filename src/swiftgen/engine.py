@@ -152,7 +152,7 @@ class Engine:
             config = planned_config(opened.config, reach, stretch)
             # A model planned for another length would write another text.
             is_loaded = self._ready and self._ready.loaded.max_positions == config.max_position_embeddings
-            weights_bytes = 0 if is_loaded else opened.weights_bytes + opened.quantised_bytes
+            weights_bytes = 0 if is_loaded else opened.weights_bytes(self._backend.kernels)
             needed = run_memory(preset, config, weights_bytes, total, opened.dtype, opened.device)
             check_memory(needed, opened.device)
             if is_loaded:
@@ -162,15 +162,15 @@ class Engine:
         self._ready = None  # before the new weights come
         with memory_errors(opened.device, "loading", "Free memory of the GPU, or use a smaller model."):
             with ranks.together():
-                loaded = load_weights(opened, reach, stretch)
+                loaded = load_weights(opened, reach, stretch, backend.kernels)
             self._ready = _made_ready(loaded, heads, backend)
 
     @cached_property
     def _backend(self) -> Backend:
         """What computes the passes."""
         opened = self.opened
-        asked, width = self.preset.model.attention, head_dim(opened.config)
-        return choose_backend(asked, opened.device, opened.dtype, width)
+        settings, width = self.preset.model, head_dim(opened.config)
+        return choose_backend(settings.attention, opened.device, opened.dtype, width, settings.activations)
 
     def _draft_heads(self) -> DraftHeads | None:
         """The preset's, which fit the model."""

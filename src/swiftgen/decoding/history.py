@@ -45,6 +45,10 @@ class History:
             int64, one row a node; a window shorter than the longest repeats the node's own token.
         """
         nodes = range(len(tree)) if nodes is None else nodes
+        if len(nodes) == 1:
+            path = [tree.tokens[step] for step in tree.path(nodes[0])[1:]]
+            base = self._ids[max(0, self._length + len(path) - num_tokens) : self._length]
+            return torch.from_numpy(np.concatenate([base, path]).astype(np.int64)).unsqueeze(0)
         depths = np.array([tree.depths[node] for node in nodes])
         # The last token of a node's window, so always in it.
         own = np.array([tree.tokens[node] for node in nodes])[:, None]

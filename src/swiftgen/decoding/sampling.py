@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -111,13 +111,9 @@ class Sampler:
         """The `width` most promising tokens of each row, best first; fewer where fewer can occur."""
         scores, ids = self.scores(logits, positions, windows)
         top = scores.topk(min(max(width, _CONFIDENCE_WIDTH), scores.shape[1]), dim=-1)
-        shares = torch.softmax(top.values, dim=-1)
         # In one copy, for which alone a GPU is waited for; ids are exact in float64.
-        found = torch.stack([ids[top.indices].double(), shares, top.values], dim=-1).tolist()
-        return [
-            [Candidate(int(token), share) for token, share, score in row if score > NEG_INF][:width]
-            for row in found
-        ]
+        found = torch.stack([ids[top.indices].double(), top.values]).tolist()
+        return [_candidates(*row)[:width] for row in zip(*found, strict=True)]
 
     @torch.inference_mode()
     def scores(self, logits: Tensor, positions: Tensor, windows: Tensor) -> tuple[Tensor, Tensor]:
@@ -254,6 +250,17 @@ class Sampler:
         entropy = -torch.special.xlogy(log_p.exp(), log_p.exp()).sum(dim=-1, keepdim=True)
         log_eta = torch.clamp(0.5 * math.log(epsilon) - entropy, max=math.log(epsilon))
         return (log_eta + total).float()
+
+
+def _candidates(tokens: Sequence[float], scores: Sequence[float]) -> list[Candidate]:
+    """Tokens that can occur, best first, each with its share of a softmax."""
+    weights = [math.exp(score - scores[0]) if score > NEG_INF else 0.0 for score in scores]
+    total = sum(weights)
+    return [
+        Candidate(int(token), weight / total)
+        for token, weight, score in zip(tokens, weights, scores, strict=True)
+        if score > NEG_INF
+    ]
 
 
 def penalise(logits: Tensor, windows: Tensor, theta: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -83,16 +84,18 @@ class Arithmetic:
         }
 
 
-def kinds_of_linears(base: nn.Module, build: str) -> str:
-    """How the layers of a model multiply.
-
-    Args:
-        build: Of the native kernels.
-    """
+def kinds_of_linears(base: nn.Module, backend: Backend) -> str:
+    """How the layers of a model multiply."""
+    quantised = _quantised(backend)
     kinds = {type(module) for module in base.modules() if not library_of(module)}
-    names = {QuantisedLinear: f"quantised {build}", PackedLinear: "packed", nn.Linear: "plain"}
+    names = {QuantisedLinear: quantised, PackedLinear: "packed", nn.Linear: "plain"}
     own = [name for kind, name in names.items() if kind in kinds]
     return " and ".join([*own, *sorted({library_of(module) for module in base.modules()} - {""})])
+
+
+def _quantised(backend: Backend) -> str:
+    kernels = backend.kernels
+    return f"quantised {kernels.build if kernels else ''}{' int8' if backend.is_integer else ''}"
 
 
 def arithmetic_of(
@@ -100,14 +103,14 @@ def arithmetic_of(
     dtype: torch.dtype,
     device: torch.device,
     backend: Backend,
-    is_quantised: bool = False,
+    stays_packed: Collection[bool] = (),
 ) -> dict[str, object]:
     """What `Target.arithmetic` of a model will be, without its weights.
 
     Args:
         config: of the model, which is of a supported architecture.
         dtype, device: as it is loaded.
-        is_quantised: whether all its weights are there in few bits.
+        stays_packed: of a GGUF file, see `gguf_weights.stays_packed`.
 
     Raises:
         SwiftgenError: if the attention asked for cannot run here.
@@ -115,9 +118,9 @@ def arithmetic_of(
     from transformers.activations import ACT2FN
 
     kernels, has_windows = backend.kernels, any(layer_windows(config))
-    linears = "packed" if can_pack(device, dtype) else "plain"
-    if is_quantised and kernels:
-        linears = f"quantised {kernels.build}"
+    dense = "packed" if can_pack(device, dtype) else "plain"
+    kinds = {_quantised(backend): True in stays_packed, dense: stays_packed != {True}}
+    linears = " and ".join(kind for kind, is_there in kinds.items() if is_there)
     is_fused = has_plain_layers(config)
     is_native = kernels is not None and is_fused and not has_windows and is_silu(ACT2FN[config.hidden_act])
     return Arithmetic(device, dtype, backend, linears, has_windows, is_fused, is_native).described()

@@ -22,26 +22,31 @@ class Backend:
         kernels: The native ones; None where PyTorch's operators are to be used.
         prefix: Computes the prefix where they do not.
         static_prefix: Computes that of passes with static shapes; None where there are none, as on CPUs.
+        is_integer: Whether activations are rounded to 8 bits where weights have few (`native/integer.h`).
     """
 
     asked: str
     kernels: Kernels | None
     prefix: PrefixKernel
     static_prefix: SpanPrefix | None
+    is_integer: bool = False
 
 
-def choose_backend(asked: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
+def choose_backend(
+    asked: str, device: torch.device, dtype: torch.dtype, head_dim: int, activations: str = "full"
+) -> Backend:
     """The fastest backend for a preset's `model.attention` (auto, native, sdpa or flash).
 
     Args:
         device, dtype, head_dim: Of the model.
+        activations: The preset's `model.activations`.
 
     Raises:
         SwiftgenError: If what is asked for is not installed, or cannot run on this device or dtype.
     """
     kernels = kernels_for(asked, device, dtype, head_dim)
     if device.type == "cpu" and asked != "flash":
-        return Backend(asked, kernels, cpu_prefix, None)
+        return Backend(asked, kernels, cpu_prefix, None, kernels is not None and activations != "full")
     try:
         prefix = best_prefix(asked, device, dtype, head_dim)
     except ImportError as error:

@@ -18,6 +18,8 @@ from swiftgen.system.devices import send
 
 BLOCK_TOKENS = 128
 """Block size B: the prefix of a pass ends at the last multiple of B below its root."""
+MAX_DRAFT_ROWS = BLOCK_TOKENS + 16
+"""Of the draft passes of one step, padding included."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ class PartialCache:
         budget: Tokens kept per layer and head, sinks included.
     """
 
-    num_tail_tokens = 0  # the tail of a draft pass is the pass itself
+    num_tail_tokens = 0  # the tail of a draft pass is what is drafted
 
     def __init__(self, shape: CacheShape, budget: int, num_sinks: int, by_importance: bool = True) -> None:
         self._shape = shape
@@ -183,6 +185,7 @@ class PartialCache:
         self.num_sinks = min(num_sinks, budget - 1)
         self.by_importance = by_importance
         self.length = 0
+        self._drafted = shape.empty(MAX_DRAFT_ROWS), shape.empty(MAX_DRAFT_ROWS)
         self.num_selections = 0
         self._victims: list[int] = []  # slots to overwrite, next one last
         self._full: FullCache | None = None  # the cache that is followed
@@ -194,15 +197,16 @@ class PartialCache:
         return 2 * self.keys.numel() * self.keys.element_size()
 
     def view(self, num_rows: int, first_row: int, window: int | None = None) -> CacheView:
-        """The selection is the prefix; the rows are the whole tail and are not kept."""
-        assert first_row == 0, "the rows of a draft pass go into one pass"
-        rows = self._shape.empty(num_rows), self._shape.empty(num_rows)
+        """The selection is the prefix; the rows of the tree so far are the whole tail."""
+        end = first_row + num_rows
+        assert end <= MAX_DRAFT_ROWS, "no room for the rows of a draft pass"
+        rows = self._drafted[0][:, :, :end], self._drafted[1][:, :, :end]
         if window is None or self._full is None:
             return CacheView(self.keys[:, :, : self.length], self.values[:, :, : self.length], *rows)
-        end = self._full.length
-        begin = max(0, end - min(window - 1, self.budget))
-        keys, values = self._full.keys[:, :, begin:end], self._full.values[:, :, begin:end]
-        return CacheView(keys, values, *rows, tail_begin=end)
+        length = self._full.length
+        begin = max(0, length - min(window - 1, self.budget))
+        keys, values = self._full.keys[:, :, begin:length], self._full.values[:, :, begin:length]
+        return CacheView(keys, values, *rows, tail_begin=length)
 
     def update(self, full: FullCache, begin: int, queries: Tensor) -> None:
         """Follow the full cache, which has grown from `begin` to its present length.

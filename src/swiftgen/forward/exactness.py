@@ -31,6 +31,8 @@ from swiftgen.system.version import __version__
 
 CANDIDATE_SIZES = (2, 4, 8, 16, 32, 64)
 """One row alone is left out: matrix-vector kernels add in an order of their own, and it costs the same."""
+NATIVE_SIZES = (1, 2, 3, 4, 5, 8, 16, 32, 64)
+"""Of passes that are native throughout, whose cost grows with every row."""
 _NUM_PROBES = 16
 _NUM_ALONE = 3
 _CONTEXT_TOKENS = 9 * BLOCK_TOKENS + 37  # long enough for a split prefix, with a tail
@@ -99,7 +101,7 @@ def kept_exactness(arithmetic: Mapping[str, object], fingerprint: str) -> Exactn
 
 def _file(arithmetic: Mapping[str, object], fingerprint: str) -> Path:
     described = json.dumps(
-        [__version__, CANDIDATE_SIZES, fingerprint, arithmetic, _machine()], sort_keys=True
+        [__version__, NATIVE_SIZES, CANDIDATE_SIZES, fingerprint, arithmetic, _machine()], sort_keys=True
     )
     name = hashlib.sha256(described.encode()).hexdigest()[:32]
     return cache_folder() / "exactness" / f"{name}.json"
@@ -110,6 +112,11 @@ def _machine() -> list[object]:
     return [platform.node(), device, torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()]
 
 
+def candidate_sizes(target: Target) -> tuple[int, ...]:
+    """Which sizes are tried, ascending."""
+    return NATIVE_SIZES if target.is_native else CANDIDATE_SIZES
+
+
 def choose_pass_sizes(target: Target) -> Exactness:
     """Measure which sizes agree; the largest set of them is the answer.
 
@@ -117,7 +124,7 @@ def choose_pass_sizes(target: Target) -> Exactness:
     docs/design.md, are over a cache filled with noise. Does not change the target.
     """
     cache = _noise_cache(target)
-    results = {size: _results(target, size, cache) for size in CANDIDATE_SIZES}
+    results = {size: _results(target, size, cache) for size in candidate_sizes(target)}
     sound = [size for size, found in results.items() if all(_same(a, b) for a, b in combinations(found, 2))]
     groups = [[b for b in sound if _same(results[a][1], results[b][1])] for a in sound]
     best = max(groups, key=lambda sizes: (len(sizes), _PREFERRED_FIXED_SIZE in sizes), default=[])
@@ -154,6 +161,9 @@ def _results(target: Target, size: int, cache: FullCache) -> tuple[Results, Resu
     """The probe tokens after one root, at this size: a few one a pass, all of them in two arrangements."""
     vocab_size = target.config.vocab_size
     probes = [(7 * i + 3) % vocab_size for i in range(_NUM_PROBES)]
+    alone = _alone(target, probes[:_NUM_ALONE], size, cache)
+    if size == 1:
+        return alone, alone, alone
     first: Results = {}
     second: Results = {}
     for begin in range(0, len(probes), size - 1):
@@ -161,7 +171,7 @@ def _results(target: Target, size: int, cache: FullCache) -> tuple[Results, Resu
     crowd = [*range(max(0, vocab_size - size // 2), vocab_size), *reversed(probes)]
     for begin in range(0, len(crowd), size - 1):
         second |= _siblings(target, crowd[begin : begin + size - 1], size, cache)
-    return _alone(target, probes[:_NUM_ALONE], size, cache), first, second
+    return alone, first, second
 
 
 def _alone(target: Target, tokens: Sequence[int], size: int, cache: FullCache) -> Results:

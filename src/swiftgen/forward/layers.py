@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from swiftgen.forward.linear import MakeLinear, QuantisedLinear, is_plain
-from swiftgen.forward.native_pass import NativePass
 from swiftgen.forward.passes import Heads, Pass, Rotary
 from swiftgen.models.architectures import has_plain_layers
-from swiftgen.models.gguf_weights import QuantisedWeight, attach, quantised_of
+from swiftgen.models.gguf_weights import attach, packed_of
 from swiftgen.native.kernels import Kernels
 from swiftgen.native.structs import DecoderLayer
 
@@ -35,21 +34,41 @@ class SignedRotary(nn.Module):
     """A model's rotary embedding, with the sign of "rotate half" moved into the sine.
 
     `rotate_half(x) * sin` equals `roll(x, D / 2) * signed_sin`.
-
-    Args:
-        dtype: Of the result; None is that of the model.
     """
 
-    def __init__(self, rotary: nn.Module, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, rotary: nn.Module) -> None:
         super().__init__()
-        self._rotary, self._dtype = rotary, dtype
+        self._rotary = rotary
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Rotary:
         """Of one sequence."""
         cos, sin = self._rotary(x, position_ids=position_ids)
-        cos, sin = cos.to(self._dtype or cos.dtype), sin.to(self._dtype or sin.dtype)
         half = sin.shape[-1] // 2
         return cos[0].unsqueeze(1), torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1).unsqueeze(1)
+
+
+class RotaryTable(SignedRotary):
+    """The same on a CPU, looked up: to reckon a few rows takes a dozen operations.
+
+    The numbers are those of the dtype of the model, in float32.
+    """
+
+    _PAGE = 2048  # positions that are reckoned at a time
+
+    def __init__(self, rotary: nn.Module) -> None:
+        super().__init__(rotary)
+        self._pages: list[Rotary] = []
+        self._table: Rotary = torch.empty(0), torch.empty(0)
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Rotary:
+        """Of one sequence."""
+        positions = position_ids[0]
+        while (begin := self._PAGE * len(self._pages)) <= int(positions.max()):
+            page = super().forward(x, torch.arange(begin, begin + self._PAGE).unsqueeze(0))
+            self._pages.append((page[0].float(), page[1].float()))
+            cos, signed_sin = zip(*self._pages, strict=True)
+            self._table = torch.cat(cos), torch.cat(signed_sin)
+        return self._table[0][positions], self._table[1][positions]
 
 
 class FusedLayer(nn.Module):
@@ -98,14 +117,19 @@ class NativeLayer(FusedLayer):
         self._kernels = kernels
 
     @property
-    def linears(self) -> tuple[Any, ...]:
-        """Its matrix products, in the order of computing."""
-        return self.qkv, self.out, self.gate_up, self.down
-
-    @property
-    def is_quantised(self) -> bool:
-        """Whether the native kernels do its matrix products too."""
-        return all(isinstance(linear, QuantisedLinear) for linear in self.linears)
+    def described(self) -> DecoderLayer | None:
+        """The layer for a native call; None where the kernels do not do its matrix products."""
+        linears = self.qkv, self.out, self.gate_up, self.down
+        products = [linear.product for linear in linears if isinstance(linear, QuantisedLinear)]
+        if len(products) < len(linears):
+            return None
+        norm, mlp_norm = self.input_norm, self.mlp_norm
+        return DecoderLayer(
+            (norm.weight, norm.variance_epsilon),
+            (mlp_norm.weight, mlp_norm.variance_epsilon),
+            self.heads.described,
+            *products,
+        )
 
     def forward(
         self, hidden_states: Tensor, *, position_embeddings: Rotary, tree_pass: Pass, **unused: Any
@@ -118,41 +142,6 @@ class NativeLayer(FusedLayer):
             hidden_states, self.out(attended), mlp_norm.weight, mlp_norm.variance_epsilon
         )
         return hidden_states + self.down(kernels.silu_mul(self.gate_up(normed)))  # type: ignore[no-any-return]
-
-
-class NativeStack(nn.Module):
-    """All layers of a model in one native call; takes their place as if it were a single layer."""
-
-    def __init__(self, layers: Sequence[NativeLayer]) -> None:
-        super().__init__()
-        self._layers = nn.ModuleList(layers)  # whose tensors the described ones point to
-        self._described = (DecoderLayer * len(layers))(*map(_described, layers))
-
-    def forward(
-        self, hidden_states: Tensor, *, position_embeddings: Rotary, tree_pass: NativePass, **unused: Any
-    ) -> Tensor:
-        """`[1, T, hidden]` -> `[1, T, hidden]`."""
-        if tree_pass.has_all_layers:
-            hidden: Tensor = tree_pass.run_layers(self._described, hidden_states, position_embeddings)
-            return hidden
-        for layer in self._layers:
-            hidden_states = layer(hidden_states, position_embeddings=position_embeddings, tree_pass=tree_pass)
-        return hidden_states
-
-    @staticmethod
-    def fits(layers: Sequence[nn.Module]) -> bool:
-        """Whether the native call can do everything in these layers."""
-        return all(isinstance(layer, NativeLayer) and layer.is_quantised for layer in layers)
-
-
-def _described(layer: NativeLayer) -> DecoderLayer:
-    norm, mlp_norm = layer.input_norm, layer.mlp_norm
-    return DecoderLayer(
-        (norm.weight, norm.variance_epsilon),
-        (mlp_norm.weight, mlp_norm.variance_epsilon),
-        layer.heads.described,
-        *(linear.multiplication for linear in layer.linears),
-    )
 
 
 def fuse_layers(base: Any, head_dim: int, make_linear: MakeLinear, kernels: Kernels | None = None) -> bool:
@@ -170,9 +159,7 @@ def fuse_layers(base: Any, head_dim: int, make_linear: MakeLinear, kernels: Kern
     for index, layer in enumerate(base.layers):
         parts = layer, index, head_dim, make_linear
         base.layers[index] = NativeLayer(*parts, kernels) if is_native and kernels else FusedLayer(*parts)
-    if NativeStack.fits(base.layers):
-        base.layers = nn.ModuleList([NativeStack(list(base.layers))])
-    base.rotary_emb = SignedRotary(base.rotary_emb, torch.float32 if is_native else None)
+    base.rotary_emb = (RotaryTable if is_native else SignedRotary)(base.rotary_emb)
     return True
 
 
@@ -208,11 +195,11 @@ def _joined(linears: Sequence[nn.Linear]) -> nn.Linear:
     """One linear layer whose output is theirs side by side."""
     shape = linears[0].in_features, sum(linear.out_features for linear in linears)
     joined = nn.Linear(*shape, bias=linears[0].bias is not None, device="meta")
-    weights = [weight for linear in linears if (weight := quantised_of(linear))]
-    quantised = QuantisedWeight.joined(weights) if len(weights) == len(linears) else None
-    if quantised and QuantisedLinear.fits(quantised):
-        attach(joined, quantised)
-    joined.weight = nn.Parameter(torch.cat([linear.weight for linear in linears]), requires_grad=False)
+    packed = [packed_of(linear) for linear in linears]
+    if all(packed):
+        attach(joined, [weight for weights in packed for weight in weights])
+    else:
+        joined.weight = nn.Parameter(torch.cat([linear.weight for linear in linears]), requires_grad=False)
     if linears[0].bias is not None:
         joined.bias = nn.Parameter(torch.cat([linear.bias for linear in linears]), requires_grad=False)
     return joined

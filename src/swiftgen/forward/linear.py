@@ -6,15 +6,22 @@ many rows are computed with it (see docs/design.md), which is what lets a tree b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from swiftgen.models.gguf_weights import BLOCK, GROUP, QuantisedWeight, quantised_of
+from swiftgen.models.gguf_weights import packed_of
 from swiftgen.native.kernels import Kernels
+from swiftgen.native.structs import Product
 
-MakeLinear = Callable[[nn.Linear], nn.Module]
+
+class MakeLinear(Protocol):
+    """Turns a plain linear layer into the kind to compute with."""
+
+    def __call__(self, linear: nn.Linear, is_wide: bool = False) -> nn.Module:
+        """With `is_wide` the result may be float32 in a model of bfloat16, rounded less."""
+        ...
 
 
 class PackedLinear(nn.Module):
@@ -33,35 +40,20 @@ class PackedLinear(nn.Module):
 
 
 class QuantisedLinear(nn.Module):
-    """`nn.Linear` for inference by the native kernels, with a weight in few bits."""
+    """`nn.Linear` for inference by the native kernels, with a weight in few bits.
 
-    def __init__(self, weight: QuantisedWeight, bias: Tensor | None, kernels: Kernels) -> None:
+    Args:
+        product: What it computes.
+    """
+
+    def __init__(self, product: Product, kernels: Kernels) -> None:
         super().__init__()
-        self.out_features, self.in_features = weight.scales.shape[0], weight.scales.shape[1] * BLOCK
-        self.bias = bias
-        self.multiplication = kernels.multiplication(
-            weight.bits,
-            _grouped(weight.codes),
-            _grouped(weight.scales),
-            None if weight.minima is None else _grouped(weight.minima),
-            bias,
-        )
+        self.in_features, self.out_features = product.in_features, product.out_features
+        self.product, self._kernels = product, kernels
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in_features]` -> `[..., out_features]`."""
-        out: Tensor = self.multiplication(x)
-        return out
-
-    @staticmethod
-    def fits(weight: QuantisedWeight) -> bool:
-        """Whether the kernels can compute with a weight."""
-        return weight.scales.shape[0] % GROUP == 0
-
-
-def _grouped(blocks: Tensor) -> Tensor:
-    """`[out, in / 32, ...]` -> `[out / 16, in / 32, 16, ...]`: what is read together lies together."""
-    groups: Tensor = blocks.unflatten(0, (-1, GROUP))
-    return groups.transpose(1, 2).contiguous()
+        return self._kernels.multiply(self.product, x)
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
@@ -77,20 +69,23 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
-def linear_maker(device: torch.device, dtype: torch.dtype, kernels: Kernels | None) -> MakeLinear:
+def linear_maker(
+    device: torch.device, dtype: torch.dtype, kernels: Kernels | None, is_integer: bool = False
+) -> MakeLinear:
     """What turns a plain linear layer into the fastest kind that computes the same here.
 
     Args:
-        kernels: Where there are any, layers with a weight in few bits use them.
+        kernels: Layers with a weight in few bits use them.
+        is_integer: Whether these round their activations to 8 bits, of the lm_head to 16.
     """
     packs = can_pack(device, dtype)
 
-    def make(linear: nn.Linear) -> nn.Module:
+    def make(linear: nn.Linear, is_wide: bool = False) -> nn.Module:
         if not is_plain(linear):
             return linear
-        weight = quantised_of(linear)
-        if kernels and weight and QuantisedLinear.fits(weight):
-            return QuantisedLinear(weight, linear.bias, kernels)
+        if kernels and (weights := packed_of(linear)):
+            num_bytes = (2 if is_wide else 1) if is_integer else 0  # logits see every rounding at once
+            return QuantisedLinear(Product(weights, linear.bias, num_bytes, is_wide), kernels)
         return PackedLinear(linear) if packs else linear
 
     return make

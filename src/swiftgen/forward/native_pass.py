@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
@@ -23,9 +21,10 @@ class NativePass:
         num_heads: Query heads.
         is_prefill: The pass has to agree with no other but itself, so attention is left to PyTorch's flash
             kernel where that is faster at many rows.
+        is_draft: A row that sees all keys has to agree with no other, and is computed the quick way.
 
     Attributes:
-        has_all_layers: Whether `run_layers` can be used.
+        has_all_layers: Whether `run` can be used.
     """
 
     def __init__(
@@ -35,13 +34,17 @@ class NativePass:
         visible: Tensor,
         num_heads: int,
         is_prefill: bool = False,
+        is_draft: bool = False,
     ) -> None:
         num_layers, num_kv_heads, num_tail, head_dim = view.tail_keys.shape
         group, num_rows = num_heads // num_kv_heads, len(visible)
         self._kernels, self._view = kernels, view
-        self._bias = torch.zeros(num_tail, kernels.padded_rows(group * num_rows))
-        own = self._bias[num_tail - visible.shape[1] :, : group * num_rows]
-        own.masked_fill_(~visible.T.repeat(1, group), float("-inf"))
+        is_draft = is_draft and num_rows == 1
+        self._bias = torch.empty(0)
+        if not is_draft:
+            self._bias = torch.zeros(num_tail, kernels.padded_rows(group * num_rows))
+            own = self._bias[num_tail - visible.shape[1] :, : group * num_rows]
+            own.masked_fill_(~visible.T.repeat(1, group), float("-inf"))
         shape = (num_layers, num_kv_heads, group, num_rows, head_dim)
         self._queries = torch.empty(shape, dtype=view.tail_keys.dtype)
         self._mask: Tensor | None = None
@@ -58,6 +61,7 @@ class NativePass:
             head_dim=head_dim,
             num_prefix=view.prefix_keys.shape[2],
             num_tail=num_tail,
+            is_draft=is_draft,
             prefix_keys=view.prefix_keys.data_ptr(),
             prefix_values=view.prefix_values.data_ptr(),
             tail_keys=view.tail_keys.data_ptr(),
@@ -94,15 +98,11 @@ class NativePass:
         num_rows, head_dim = queries.shape[2:]
         return out.to(q.dtype).reshape(-1, num_rows, head_dim).transpose(0, 1).reshape(1, num_rows, -1)
 
-    def run_layers(
-        self, layers: ctypes.Array[structs.DecoderLayer], hidden: Tensor, rotary: Rotary
-    ) -> Tensor:
-        """All layers at once: hidden states `[1, T, hidden]` before them -> after them."""
+    def run(self, model: structs.Model, token_ids: Tensor, rotary: Rotary) -> Tensor:
+        """All layers at once: token ids `[T]` -> hidden states before the last norm, `[T, hidden]`."""
         described = self._described
         described.cos, described.signed_sin = rotary[0].data_ptr(), rotary[1].data_ptr()
-        hidden = hidden.clone()
-        self._kernels.run_layers(described, layers, hidden)
-        return hidden
+        return self._kernels.forward(described, model, token_ids, self._queries.dtype)
 
     def stacked_queries(self) -> Tensor:
         """See `Pass`."""

@@ -23,13 +23,15 @@ from swiftgen.forward.attention import ATTENTION_NAME, new_tree_pass, tree_atten
 from swiftgen.forward.backend import Backend
 from swiftgen.forward.cache import BLOCK_TOKENS, CacheShape, FullCache, KVCache
 from swiftgen.forward.experts import use_independent_experts
-from swiftgen.forward.layers import NativeLayer, NativeStack, fuse_layers
+from swiftgen.forward.layers import NativeLayer, fuse_layers
 from swiftgen.forward.linear import MakeLinear, linear_maker, replace_linears
+from swiftgen.forward.native_model import drafting_model, native_model
 from swiftgen.forward.native_pass import NativePass
 from swiftgen.forward.passes import Pass
 from swiftgen.forward.static_pass import StaticPass, StaticPasses
 from swiftgen.forward.tree import DraftTree
 from swiftgen.models.architectures import head_dim, layer_windows, logits_rule, take_final_norm
+from swiftgen.models.gguf_weights import device_of
 from swiftgen.models.tensor_parallel import num_kv_heads
 from swiftgen.system.devices import send
 
@@ -79,6 +81,7 @@ class Target:
         windows: Sliding window of each layer, see `architectures.layer_windows`.
         pass_sizes: Rows that a pass may have, ascending; see `with_pass_sizes`.
         finish_logits: What the model does behind its lm_head, see `architectures.logits_rule`.
+        is_drafting: Whether passes need not be exact; see `drafting`.
 
     Raises:
         SwiftgenError: If the native kernels are asked for, and do not fit the layers.
@@ -86,7 +89,7 @@ class Target:
 
     def __init__(self, model: PreTrainedModel, backend: Backend) -> None:
         self.config = model.config
-        self.device, self.dtype = model.device, model.dtype
+        self.device, self.dtype = device_of(model), model.dtype
         AttentionInterface.register(ATTENTION_NAME, tree_attention)
         AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
         model.set_attn_implementation(ATTENTION_NAME)
@@ -98,10 +101,12 @@ class Target:
         self.finish_logits = logits_rule(self.config)
         self._group = self.config.num_attention_heads // self.config.num_key_value_heads
         self._backend = backend
-        make_linear = linear_maker(self.device, self.dtype, backend.kernels)
+        make_linear = linear_maker(self.device, self.dtype, backend.kernels, backend.is_integer)
         self._arithmetic = self._take_over_layers(make_linear)
-        self._lm_head: nn.Module = make_linear(model.lm_head)
+        self._lm_head: nn.Module = make_linear(model.lm_head, is_wide=True)
+        self._native = native_model(self._base, self._norm, self._lm_head)
         self._static_passes_of: WeakKeyDictionary[FullCache, StaticPasses] = WeakKeyDictionary()
+        self.is_drafting = False
 
     def _take_over_layers(self, make_linear: MakeLinear) -> Arithmetic:
         """Let the layers compute our way, and say which it is."""
@@ -115,10 +120,10 @@ class Target:
             self.device,
             self.dtype,
             self._backend,
-            kinds_of_linears(self._base, kernels.build if kernels else ""),
+            kinds_of_linears(self._base, self._backend),
             has_windows,
             is_fused,
-            is_native=isinstance(layers[0], NativeLayer | NativeStack),
+            is_native=isinstance(layers[0], NativeLayer),
         )
 
     def with_pass_sizes(self, sizes: Sequence[int]) -> Target:
@@ -128,6 +133,26 @@ class Target:
     def with_windows(self, windows: Sequence[int | None]) -> Target:
         """The same target with other sliding windows of its layers."""
         return self._with(windows=tuple(windows))
+
+    def drafting(self, vocabulary: Tensor | None = None) -> Target:
+        """The same target as it drafts: need not be exact, but quick.
+
+        Native passes are of any number of rows and in integers.
+
+        Args:
+            vocabulary: int64 `[V]`: logits are over these tokens, and one column that stands for all others.
+        """
+        kernels = self._backend.kernels
+        if self._native is None or kernels is None:
+            return self
+        model, num_columns = drafting_model(self._native, kernels, vocabulary)
+        finish = self.finish_logits
+        return self._with(
+            _native=model,
+            is_drafting=True,
+            pass_sizes=tuple(range(1, LM_HEAD_ROWS + 1)),
+            finish_logits=lambda logits: finish(logits[:, :num_columns]),
+        )
 
     def _with(self, **attributes: object) -> Target:
         other = copy.copy(self)
@@ -153,6 +178,11 @@ class Target:
         return self._arithmetic.described()
 
     @property
+    def is_native(self) -> bool:
+        """Whether a pass is one native call."""
+        return self._native is not None
+
+    @property
     def max_rows(self) -> int:
         """Rows of the largest pass."""
         return self.pass_sizes[-1]
@@ -169,6 +199,7 @@ class Target:
         cache: KVCache,
         num_rows: int | None = None,
         is_prefill: bool = False,
+        first: int = 0,
     ) -> PassOutput:
         """One pass over the nodes of a tree; a tree of more nodes than the largest pass takes several.
 
@@ -177,10 +208,11 @@ class Target:
             position: Absolute position of the root.
             num_rows: Rows of the pass, padding included; by default the smallest allowed pass.
             is_prefill: The rows are a chain, and nothing but another prefill has to agree with them.
+            first: Node to begin with; those before have been computed over this cache, as it is.
         """
         parts = [
-            self._forward_rows(tree, first, position, cache, num_rows, is_prefill)
-            for first in range(0, len(tree), num_rows or self.max_rows)
+            self._forward_rows(tree, begin, position, cache, num_rows, is_prefill)
+            for begin in range(first, len(tree), num_rows or self.max_rows)
         ]
         return PassOutput.joined(parts)
 
@@ -239,6 +271,9 @@ class Target:
             ).last_hidden_state
             return hidden
         # What the model's own `forward` does, without the checks and masks that take a millisecond.
+        if self._native and isinstance(tree_pass, NativePass) and tree_pass.has_all_layers:
+            rotary = base.rotary_emb(self._norm.weight, positions)
+            return tree_pass.run(self._native, token_ids[0], rotary).unsqueeze(0)
         hidden = base.embed_tokens(token_ids)
         rotary = base.rotary_emb(hidden, positions)
         for layer in base.layers:
@@ -251,7 +286,8 @@ class Target:
         if self._arithmetic.is_native and backend.kernels:
             num_rows, num_so_far = visible.shape
             view = cache.view(num_rows, num_so_far - num_rows)
-            return NativePass(backend.kernels, view, visible, self.config.num_attention_heads, is_prefill)
+            num_heads, is_draft = self.config.num_attention_heads, self.is_drafting
+            return NativePass(backend.kernels, view, visible, num_heads, is_prefill, is_draft)
         return new_tree_pass(cache, self.windows, visible, positions, self._group, backend.prefix)
 
     def normed(self, hidden: Tensor) -> Tensor:
@@ -261,6 +297,8 @@ class Target:
 
     def logits(self, hidden: Tensor, num_rows: int | None = None) -> Tensor:
         """Final norm and lm_head: `[T, hidden]` -> float32 `[T, vocab]`."""
+        if self._native and self._backend.kernels:
+            return self.finish_logits(self._backend.kernels.unembed(self._native, hidden))
         return self.unembed(self.normed(hidden), num_rows)
 
     @torch.inference_mode()

@@ -21,13 +21,15 @@ from swiftgen.forward.linear import MakeLinear, QuantisedLinear, linear_maker, r
 from swiftgen.forward.target import Target
 from swiftgen.forward.tree import DraftTree
 from swiftgen.heads.modules import DraftHeads, RecurrentHeads
-from swiftgen.models.gguf_weights import BLOCK, GROUP, QuantisedWeight, attach
+from swiftgen.models.gguf_weights import attach, packed_of, table_of
 from swiftgen.models.tensor_parallel import whole
 from swiftgen.native.kernels import Kernels
 from swiftgen.native.structs import Cell
+from swiftgen.native.weights import GROUP, Q8_0, rows_in_8_bits
 from swiftgen.system.devices import send
 
 SOURCE = "heads"
+CPU = torch.device("cpu")
 _MEMORY = 0.05  # weight of the newest level in the estimates of time and yield
 _BIAS, _SLOPE = -1.5, 0.4
 
@@ -59,29 +61,29 @@ class ReadyHeads:
         kernels: Kernels | None = None,
     ) -> None:
         weight = lm_head.weight
-        self.heads = heads.to(weight.device, weight.dtype).requires_grad_(False)
+        device = CPU if packed_of(lm_head) else weight.device  # a packed weight is nowhere else
+        self.heads = heads.to(device, weight.dtype).requires_grad_(False)
         self.num_heads, self.vocabulary = heads.num_heads, heads.vocabulary
         self._embedding = embedding
         self._lm_head: nn.Module | None = None
-        make = _quick_linear_maker(weight.device, weight.dtype, kernels)
+        make = _quick_linear_maker(device, weight.dtype, kernels)
         if self.vocabulary is not None:
-            self._lm_head = make(_rows_of(lm_head, self.vocabulary))
+            self._lm_head = make(_rows_of(lm_head, self.vocabulary, kernels))
         replace_linears(self.heads, make)
         self._kernels, self._cell = kernels, self._native_cell()
 
     def _native_cell(self) -> Cell | None:
         """The recurrent cell for the kernels; None if some part of it is of a kind they do not know."""
         heads, embedding, lm_head = self.heads, self._embedding, self._lm_head
-        if not isinstance(heads, RecurrentHeads) or type(embedding) is not nn.Embedding:
-            return None
-        if type(embedding.weight) is not nn.Parameter:  # it is spread over ranks
+        table = table_of(embedding)
+        if not isinstance(heads, RecurrentHeads) or table is None:
             return None
         linears = [heads.gate_up, heads.down, lm_head]
-        products = [linear.multiplication for linear in linears if isinstance(linear, QuantisedLinear)]
+        products = [linear.product for linear in linears if isinstance(linear, QuantisedLinear)]
         if len(products) < len(linears):
             return None
         norms = [norm.weight for norm in (heads.state_norm, heads.token_norm, heads.post_norm)]
-        return Cell(norms, heads.eps, embedding.weight, *products)
+        return Cell(norms, heads.eps, *table, *products)
 
     def step(
         self, states: Tensor, token_ids: Sequence[int], depth: int, target: Target
@@ -203,22 +205,26 @@ class HeadsDrafter:
 
 
 def _quick_linear_maker(device: torch.device, dtype: torch.dtype, kernels: Kernels | None) -> MakeLinear:
-    make = linear_maker(device, dtype, kernels)
+    make = linear_maker(device, dtype, kernels, is_integer=True)
 
-    def make_quick(linear: nn.Linear) -> nn.Module:
-        if kernels and linear.in_features % BLOCK == 0:
-            attach(linear, QuantisedWeight.nearest(linear.weight))
-        return make(linear)
+    def make_quick(linear: nn.Linear, is_wide: bool = False) -> nn.Module:
+        if kernels and kernels.can_pack(Q8_0, linear.out_features, linear.in_features):
+            attach(linear, [kernels.pack(Q8_0, rows_in_8_bits(linear.weight), linear.in_features)])
+        return make(linear, is_wide)
 
     return make_quick
 
 
-def _rows_of(lm_head: nn.Linear, vocabulary: Tensor) -> nn.Linear:
+def _rows_of(lm_head: nn.Linear, vocabulary: Tensor, kernels: Kernels | None) -> nn.Linear:
     """The lm_head for some tokens, then one column that stands for all others, then what fills a group."""
     num_rows = -(-(len(vocabulary) + 1) // GROUP) * GROUP
     rows = nn.Linear(lm_head.in_features, num_rows, bias=lm_head.bias is not None, device="meta")
     fill = 0, num_rows - len(vocabulary)
-    rows.weight = nn.Parameter(pad(whole(lm_head.weight)[vocabulary], (0, 0, *fill)), requires_grad=False)
+    if kernels and (weights := packed_of(lm_head)):
+        weight = kernels.unpack(weights[0], vocabulary).to(lm_head.weight.dtype)
+    else:
+        weight = whole(lm_head.weight)[vocabulary]
+    rows.weight = nn.Parameter(pad(weight, (0, 0, *fill)), requires_grad=False)
     if lm_head.bias is not None:
         rows.bias = nn.Parameter(pad(whole(lm_head.bias)[vocabulary], fill), requires_grad=False)
     return rows

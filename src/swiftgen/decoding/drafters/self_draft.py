@@ -2,13 +2,14 @@
 
 Paper, sections 3.2 and 3.4. The logits of the pass predict the next token, the heads those after it.
 Candidates are ranked with the noise the target will use, so the first one is what the target would pick
-if the partial cache told it everything. Beyond the paper, the best candidate can be the root of another
-pass, and so on, where the context is so long that a draft pass costs little beside a verify pass.
+if the partial cache told it everything. Beyond the paper, the best candidate becomes the next row, and so on:
+what was drafted is kept until the step ends, so each pass computes one row, however deep it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,8 +24,23 @@ from swiftgen.forward.target import Target
 from swiftgen.forward.tree import DraftTree
 
 SOURCE = "base"
-MAX_PASSES = 8
+MAX_PASSES = 16
 _TIME_MEMORY = 0.1
+FIRST_TRUST = 0.8
+"""In the best candidate of a pass, before anything is learnt of it."""
+_TRUST_MEMORY = 0.03
+
+
+@dataclass
+class _Share:
+    """How often something is right, from a first guess on."""
+
+    value: float
+    weight: float = 2.0
+
+    def observe(self, was_right: bool) -> None:
+        self.weight += 1.0
+        self.value += max(_TRUST_MEMORY, 1.0 / self.weight) * (was_right - self.value)
 
 
 class SelfDrafter:
@@ -52,8 +68,11 @@ class SelfDrafter:
         pace: Pace | None = None,
         stopwatch: Stopwatch = REAL_TIME,
     ) -> None:
-        self._target = target
-        self._sampler = sampler
+        # The paper's plan drafts once, so all of the vocabulary is worth its time.
+        vocabulary = heads.vocabulary if heads and pace else None
+        self._target, self._sampler = target.drafting(vocabulary), sampler
+        if vocabulary is not None and self._target is not target:
+            self._sampler = sampler.restricted_to(vocabulary, target.config.vocab_size)
         self._cache = cache
         self._width = shape[0]
         self._heads: HeadsDrafter | None = None
@@ -62,6 +81,9 @@ class SelfDrafter:
         self._pace = pace
         self._stopwatch = stopwatch
         self._pass_s = 0.0
+        self._trust: dict[int, _Share] = {}  # how often the best candidate was right, by its confidence
+        self._mean_trust = _Share(FIRST_TRUST)
+        self._chain: list[tuple[int, float]] = []  # the best candidates of this step
 
     @torch.inference_mode()
     def propose(self, tree: DraftTree, history: History) -> None:
@@ -70,44 +92,70 @@ class SelfDrafter:
             return
         chain = DraftTree(tree.tokens[0], MAX_PASSES)  # what the passes read; the last token is new
         node, chance = 0, 1.0
+        self._chain = []
         while True:
             elapsed = self._stopwatch.start()
-            hidden = self._target.forward(chain, len(history) - 1, self._cache).hidden[-1]
-            candidates = self._candidates(tree, node, history, hidden)
+            last = len(chain) - 1
+            output = self._target.forward(chain, len(history) - 1, self._cache, first=last)
+            candidates = self._candidates(tree, node, history, output.logits())
             self._learn(elapsed())
-            if not candidates or len(chain) == min(MAX_PASSES, self._target.max_rows):
+            if not candidates or len(chain) == MAX_PASSES:
                 break
-            (node, confidence), *_ = candidates
-            if tree.depths[node] == tree.max_depth or not self._is_worth_a_pass(chance * confidence):
+            (node, trust), *_ = candidates
+            if tree.depths[node] == tree.max_depth or not self._is_worth_a_pass(chance * trust):
                 break
-            chance *= confidence
-            chain.add(len(chain) - 1, tree.tokens[node], SOURCE)
+            chance *= trust
+            chain.add(last, tree.tokens[node], SOURCE)
         if self._heads:
             nodes = [node for node, _ in candidates]
-            self._heads.grow(tree, history, nodes, hidden, chance)
+            self._heads.grow(tree, history, nodes, output.hidden[-1], chance)
 
     def observe(self, committed: Committed) -> None:
-        """Let the partial cache follow the full one."""
+        """Learn which candidates were right, and let the partial cache follow the full one."""
+        for (token, confidence), written in zip(self._chain, committed.token_ids, strict=False):
+            self._learn_trust(confidence, token == written)
+            if token != written:
+                break
+        self._chain = []
         if committed.queries is not None and committed.cache.length > committed.begin:
             self._cache.update(committed.cache, committed.begin, committed.queries)
 
     def _candidates(
-        self, tree: DraftTree, parent: int, history: History, hidden: Tensor
+        self, tree: DraftTree, parent: int, history: History, logits: Tensor
     ) -> list[tuple[int, float]]:
-        """The nodes of what the pass predicts below `parent`, best first, and how sure it is of each."""
+        """The nodes of what the pass predicts below `parent`, best first, and how likely each is right."""
         position = torch.tensor([len(history) + tree.depths[parent]])
         windows = history.windows(tree, self._sampler.W, [parent])
-        logits = self._target.logits(hidden.unsqueeze(0))
         (candidates,) = self._sampler.rank(logits, position, windows, self._width)
+        if not candidates:
+            return []
+        best = candidates[0]
+        known = self._trust.get(_grade(best.confidence))
+        trust = known.value if known else best.confidence
+        left = (1.0 - trust) / max(1.0 - best.confidence, 1e-6)  # for the others, by their shares
+        chances = [trust, *(min(1.0, left * confidence) for _, confidence in candidates[1:])]
+        self._chain.append(best)
         return [
-            (node, confidence)
-            for token, confidence in candidates
-            if (node := tree.add(parent, token, SOURCE, confidence)) is not None
+            (node, chance)
+            for (token, _), chance in zip(candidates, chances, strict=True)
+            if (node := tree.add(parent, token, SOURCE, chance)) is not None
         ]
 
+    def _learn_trust(self, confidence: float, was_right: bool) -> None:
+        self._trust.setdefault(_grade(confidence), _Share(confidence)).observe(was_right)
+        self._mean_trust.observe(was_right)
+
     def _is_worth_a_pass(self, chance: float) -> bool:
-        """Whether a token more, if all so far is right, is worth the time of a pass."""
-        return self._pace is not None and chance > self._pace.tokens_per_s * self._pass_s > 0.0
+        """Whether a token more, if all so far is right, is worth the time of a pass and of a row."""
+        if self._pace is None:
+            return False
+        price = self._pace.tokens_per_s * (self._pass_s + self._pace.row_s)
+        return self._mean_trust.value * chance > price > 0.0
 
     def _learn(self, seconds: float) -> None:
         self._pass_s += (_TIME_MEMORY if self._pass_s else 1.0) * (seconds - self._pass_s)
+
+
+def _grade(confidence: float) -> int:
+    """Confidences that are taken to mean the same."""
+    return int(8 * confidence)
