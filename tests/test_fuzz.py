@@ -39,7 +39,7 @@ from swiftgen.document.document import STEPS_NAME, TOKENS_NAME, run_folder
 from swiftgen.document.manifest import MANIFEST_NAME
 from swiftgen.heads.files import WEIGHTS_FILE, HeadsInfo, check_heads, load_heads, save_heads
 from swiftgen.models import wheels
-from swiftgen.models.loading import load_model, open_model
+from swiftgen.models.loading import load_model
 from swiftgen.settings.files import dump_yaml
 from swiftgen.settings.presets import load_preset
 from swiftgen.settings.schema import setting_fields
@@ -847,8 +847,8 @@ def test_any_damage_of_a_gguf_file(fuzz: Fuzz, tmp_path: Path) -> None:
 
     def check(data: bytes) -> None:
         file.write_bytes(data)
-        fails_well(lambda: open_model(preset_for(file)))
-        shutil.rmtree(tmp_path / "cache" / "converted", ignore_errors=True)
+        fails_well(lambda: load_model(preset_for(file)))
+        shutil.rmtree(tmp_path / "cache" / "gguf", ignore_errors=True)
 
     fuzz(changed_bytes(whole) | huge, check, 8)
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Olmo2Config
+from transformers import LlamaForCausalLM, Olmo2Config
 
-from support.model_files import save_model, tiny_config
+from support.model_files import save_model, tiny_config, write_gguf
 from swiftgen.cli.app import main
 from swiftgen.document.document import read_tokens
 from swiftgen.heads.files import HeadsInfo, save_heads
@@ -145,6 +145,11 @@ class TestTheSameText:
         drafted = "--draft", "paper", "--set", "model.dtype=bfloat16"
         assert wrote(folder, 3, "drafted.txt", *drafted) == plain
         assert _accepted(folder / "drafted.swiftgen") > 0
+
+    def test_a_gguf_file_writes_what_its_weights_do(self, folder: Path, model: Path):
+        write_gguf(folder / "tiny.gguf", LlamaForCausalLM.from_pretrained(model))
+        source = "--set", f"model.source={folder / 'tiny.gguf'}", "--draft", "paper"
+        assert wrote(folder, 2, "packed.txt", *source) == wrote(folder, 2, "plain.txt", "--draft", "none")
 
 
 def _accepted(run_folder: Path) -> int:

@@ -15,6 +15,8 @@ from support.documents import change_manifest
 from swiftgen.cli.app import main
 from swiftgen.document.document import read_tokens, run_folder
 from swiftgen.document.manifest import read_manifest
+from swiftgen.document.recorded import read_run
+from swiftgen.settings.presets import load_preset
 
 PREVIOUS = Path(__file__).parent / "data" / "previous"
 PROMPT = "the hen saw the heron. the hen saw the"
@@ -60,6 +62,15 @@ def test_a_stopped_document_is_exact_and_goes_on(
     assert path.read_bytes() == WHOLE.read_bytes()
     assert read_tokens(run_folder(path)) == read_tokens(run_folder(WHOLE))
     assert is_exact(path, 200, capsys)
+
+
+def test_activations_of_a_document_stay_as_they_were() -> None:
+    run = read_run(WHOLE)
+    assert "activations" not in run.manifest.preset["model"]
+    assert run.preset().model.activations == "full"
+    assert load_preset("./tiny.yaml").model.activations == "auto"
+    change_manifest(WHOLE, lambda data: data["preset"]["model"].update(activations="int8"))
+    assert read_run(WHOLE).preset().model.activations == "int8"
 
 
 def test_a_preset_and_its_heads_write_the_same_text() -> None:

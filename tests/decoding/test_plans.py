@@ -104,8 +104,8 @@ class TestBuilding:
             ("paper", 40 + 20 * 3),
             ("heads", 64),
             ("lookup", 3 * 48),
-            ("self", 8 * 4 + 64),
-            ("auto", 3 * 48 + 8 * 4 + 64),
+            ("self", 16 * 4 + 64),
+            ("auto", 3 * 48 + 16 * 4 + 64),
         ],
     )
     def test_the_room_of_the_widest_tree(self, draft: str, num_nodes: int):

@@ -54,8 +54,8 @@ MACHINE = [
     *("native_kernels", "flash_attn", "cache_folder"),
 ]
 NEEDS = [
-    *("runs_on", "model", "tokenizer", "weights", "kv_cache", "memory", "longest_text"),
-    *("attention", "heads", "exactness", "plain_decoding"),
+    *("runs_on", "model", "tokenizer", "attention", "weights", "kv_cache", "memory", "longest_text"),
+    *("heads", "exactness", "plain_decoding"),
 ]
 
 
@@ -208,6 +208,14 @@ class TestWhatIsHere:
         assert "SWIFTGEN_CACHE" in found["machine"]["cache_folder"]["advice"]
         assert found["needs"]["exactness"]["lossless"]
 
+    def test_what_earlier_versions_left(self, doctor: Doctor, cache: Path):
+        (cache / "converted" / "a").mkdir(parents=True)
+        assert doctor()[1]["machine"]["cache_folder"]["state"] == "ok"
+        (cache / "converted" / "a" / "model.safetensors").write_bytes(bytes(3000))
+        found = doctor()[1]["machine"]["cache_folder"]
+        assert (found["state"], found["unneeded_bytes"]) == ("note", 3000)
+        assert str(cache / "converted") in found["advice"]
+
     def test_a_cache_folder_that_others_may_write(self, doctor: Doctor, cache: Path):
         cache.mkdir()
         cache.chmod(0o777)
@@ -323,13 +331,13 @@ class TestWhatAPresetNeeds:
         assert (code, found["needs"]["tokenizer"]["state"]) == (1, "missing")
         assert doctor(f"model.source={tmp_path}", "chat=false")[0] == 0
 
-    def test_a_file_that_is_not_unpacked(self, doctor: Doctor, tmp_path: Path, cache: Path):
+    def test_a_file_that_was_never_read(self, doctor: Doctor, tmp_path: Path, cache: Path):
         write_gguf(tmp_path / "tiny.gguf", tiny_model())
         setting = f"model.source={tmp_path / 'tiny.gguf'}"
         code, found = doctor(setting)
         assert (code, found["needs"]["model"]["state"]) == (1, "missing")
         assert "without --no-load" in found["needs"]["model"]["advice"]
-        assert not (cache / "converted").exists()
+        assert not (cache / "gguf").exists()
         assert doctor(setting, load=True)[0] == doctor(setting)[0] == 0
 
     @pytest.mark.parametrize("has_units", [False, True])

@@ -7,15 +7,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from gguf import quants
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from support.gguf_files import blocks
 from support.model_files import ALPHABET, GGUF_NAMES, gguf_writer, preset_for, tiny_tokenizer
 from support.tiny import ar_planner, new_target, run, sampler, sized_target
 from swiftgen.cli.app import main
@@ -251,21 +250,6 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return expected
-
-
-def blocks(weights: np.ndarray, kind: Kind) -> tuple[np.ndarray, np.ndarray]:
-    """A matrix in blocks of a type, and what they stand for; random ones of types that gguf only reads."""
-    try:
-        data = quants.quantize(weights, kind)
-    except NotImplementedError:
-        block, size = gguf.GGML_QUANT_SIZES[kind]
-        rng = np.random.default_rng(3)
-        data = rng.integers(0, 256, (len(weights), weights.shape[1] // block, size), dtype=np.uint8)
-        scale = np.frombuffer(np.float16(0.0005).tobytes(), np.uint8)
-        for place in (slice(-2, None),) if kind == Kind.Q6_K else (slice(0, 2), slice(2, 4)):
-            data[..., place] = scale
-        data = data.reshape(len(weights), -1)
-    return data, quants.dequantize(data, kind)
 
 
 class TestGguf:

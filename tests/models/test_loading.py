@@ -61,7 +61,7 @@ class TestLoading:
     def test_opening_loads_no_weights(self, folder: Path):
         opened = open_model(preset_for(folder))
         num_params = sum(parameter.numel() for parameter in tiny_model().parameters())
-        assert opened.weights_bytes == 4 * num_params
+        assert opened.weights_bytes(None) == 4 * num_params
         assert opened.fingerprint == load_weights(opened).fingerprint
 
     def test_all_ends_of_text(self, folder: Path):
@@ -135,7 +135,7 @@ class TestSupported:
 
 
 class TestGguf:
-    def test_converted_once_and_exactly(
+    def test_described_once_and_read_exactly(
         self, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
     ):
         write_gguf(tmp_path / "tiny.gguf", tiny_model())
@@ -148,23 +148,24 @@ class TestGguf:
         assert first.eos_token_ids == (VOCAB_SIZE - 1,)
         assert first.tokenizer.decode(first.tokenizer("né w\n")["input_ids"]) == "né w\n"
         assert not list((cache / "work").iterdir())
-        monkeypatch.setattr("swiftgen.models.conversion._convert", lambda *_: pytest.fail("converted again"))
+        monkeypatch.setattr("swiftgen.models.gguf_file._describe", lambda *_: pytest.fail("described again"))
         assert load_model(preset_for(tmp_path / "tiny.gguf")).fingerprint == first.fingerprint
 
-    def test_one_copy_per_dtype(self, tmp_path: Path, cache: Path):
+    def test_one_description_for_all_dtypes(self, tmp_path: Path, cache: Path):
         write_gguf(tmp_path / "tiny.gguf", tiny_model())
         for dtype in ("float32", "bfloat16"):
             opened = open_model(preset_for(tmp_path / "tiny.gguf", **{"model.dtype": dtype}))
             assert opened.dtype == getattr(torch, dtype)
-        assert len(list((cache / "converted").iterdir())) == 2
+        (kept,) = (cache / "gguf").iterdir()
+        assert not list(kept.glob("*.safetensors"))
 
-    def test_damaged_file_leaves_no_copy(self, tmp_path: Path, cache: Path):
+    def test_damaged_file_leaves_no_description(self, tmp_path: Path, cache: Path):
         write_gguf(tmp_path / "tiny.gguf", tiny_model())
         whole = (tmp_path / "tiny.gguf").read_bytes()
         for length in (8, len(whole) // 2):
             (tmp_path / "tiny.gguf").write_bytes(whole[:length])
             assert "tiny.gguf" in failure(tmp_path / "tiny.gguf").message
-        assert not list((cache / "converted").iterdir())
+        assert not list((cache / "gguf").iterdir())
 
 
 class TestDevices:

@@ -67,6 +67,7 @@ def test_schema_defaults():
         "quantization": "none",
         "device": "auto",
         "attention": "auto",
+        "activations": "auto",
     }
     assert preset.model_dump(exclude={"model", "name", "description"}) == {
         "heads": None,

@@ -89,12 +89,14 @@ def gguf_writer(
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters  # of each type of layer, where they differ
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([*ALPHABET, "he", "<end>"])
+    more = (f"<{i}>" for i in range(VOCAB_SIZE, config.vocab_size))
+    writer.add_token_list([*ALPHABET, "he", "<end>", *more])
     writer.add_token_merges(["h e"])
-    writer.add_eos_token_id(config.vocab_size - 1)
+    writer.add_eos_token_id(EOS)
     return writer
 
 

@@ -24,6 +24,7 @@ from swiftgen.forward.target import Target
 from swiftgen.forward.tree import DraftTree
 from swiftgen.heads.modules import DraftHeads, new_heads
 from swiftgen.models.architectures import head_dim
+from swiftgen.models.gguf_weights import device_of
 from swiftgen.models.positions import planned_config
 from swiftgen.settings.schema import SamplerSettings
 
@@ -140,15 +141,19 @@ def tiny_model(
     return model
 
 
-def backend_for(model: PreTrainedModel, attention: str = "auto", static: bool = False) -> Backend:
+def backend_for(
+    model: PreTrainedModel, attention: str = "auto", static: bool = False, activations: str = "full"
+) -> Backend:
     """What computes its passes; `static` has those with static shapes on a CPU too."""
-    place = model.device, model.dtype, head_dim(model.config)
-    backend = choose_backend(attention, *place)
+    place = device_of(model), model.dtype, head_dim(model.config)
+    backend = choose_backend(attention, *place, activations)
     return replace(backend, static_prefix=best_prefix(attention, *place)) if static else backend
 
 
-def new_target(model: PreTrainedModel, attention: str = "auto", static: bool = False) -> Target:
-    return Target(model, backend_for(model, attention, static))
+def new_target(
+    model: PreTrainedModel, attention: str = "auto", static: bool = False, activations: str = "full"
+) -> Target:
+    return Target(model, backend_for(model, attention, static, activations))
 
 
 def sized_target(target: Target) -> Target:

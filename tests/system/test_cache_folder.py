@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from safetensors import SafetensorError
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig
 
 from support.model_files import preset_for, tiny_model, write_gguf
 from swiftgen.models.loading import open_model
@@ -75,7 +75,7 @@ def test_what_belongs_to_another(place: Path):
     "error", [SafetensorError("I/O error: No space left on device"), OSError(28, "No space")]
 )
 @pytest.mark.usefixtures("cache")
-def test_a_disk_that_is_full_while_a_model_is_unpacked(
+def test_a_disk_that_is_full_while_a_file_is_described(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     write_gguf(tmp_path / "tiny.gguf", tiny_model())
@@ -83,7 +83,7 @@ def test_a_disk_that_is_full_while_a_model_is_unpacked(
     def fails(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", fails)
+    monkeypatch.setattr(LlamaConfig, "save_pretrained", fails)
     with pytest.raises(SwiftgenError, match=r"cannot write the model cache .*No space"):
         open_model(preset_for(tmp_path / "tiny.gguf"))
     assert not list((tmp_path / "cache" / "work").iterdir())

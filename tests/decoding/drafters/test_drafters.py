@@ -30,7 +30,7 @@ from swiftgen.decoding.drafters import ngram
 from swiftgen.decoding.drafters.base import Committed, Drafter, Pace
 from swiftgen.decoding.drafters.heads import HeadsDrafter, ReadyHeads, calibrated
 from swiftgen.decoding.drafters.ngram import NgramDrafter, NgramTable
-from swiftgen.decoding.drafters.self_draft import MAX_PASSES, SelfDrafter
+from swiftgen.decoding.drafters.self_draft import FIRST_TRUST, MAX_PASSES, SelfDrafter
 from swiftgen.decoding.history import History
 from swiftgen.decoding.noise import keyed_gumbel
 from swiftgen.decoding.planner import Planner
@@ -419,7 +419,9 @@ def test_the_native_step_is_that_of_the_heads(num_rows: int, dtype: torch.dtype)
         expected, actual = (each.step(states, token_ids, 1, tiny_target()) for each in (plain, native))
     for a, b in zip(actual, expected, strict=True):
         assert a.dtype == b.dtype
-        torch.testing.assert_close(a, b, rtol=0.03, atol=0.03 * float(b.abs().max()))  # 8 bits
+        # Weights and activations have 8 bits.
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.05 * float(b.abs().max()))
+        assert (a - b).float().square().mean().sqrt() < 0.015 * b.abs().max()
 
 
 def untrained_heads(kind: str) -> ReadyHeads:
@@ -494,11 +496,10 @@ class TestSelfDrafter:
         assert self.chained(sampler(), None).depth == 1
         assert self.chained(sampler(), Pace(0.0)).depth == 1  # not known yet
         assert self.chained(sampler(), Pace(1e9)).depth == 1
-        chance = self.chained(sampler(), None).chances[
-            1
-        ]  # tokens that a pass, which takes a second, promises
-        assert self.chained(sampler(), Pace(0.99 * chance)).depth > 1
-        assert self.chained(sampler(), Pace(1.01 * chance)).depth == 1
+        # A pass takes a second; what it promises is the chance of the candidate times that of the next.
+        promised = self.chained(sampler(), None).chances[1] * FIRST_TRUST
+        assert self.chained(sampler(), Pace(0.99 * promised)).depth > 1
+        assert self.chained(sampler(), Pace(1.01 * promised)).depth == 1
 
     def test_a_chain_of_passes_ends_with_the_block(self, monkeypatch: pytest.MonkeyPatch):
         assert self.chained(sampler(), Pace(1e-9), max_depth=3).depth == 3
@@ -513,9 +514,9 @@ class TestSelfDrafter:
         self.chained(sampler(), Pace(1e-9), max_depth=3)
         assert num_passes == 3
 
-    def test_a_chain_of_passes_fits_into_one_pass(self):
+    def test_a_chain_of_passes_may_be_longer_than_a_pass(self):
         small = tiny_target().with_pass_sizes((2, 4))
-        assert self.chained(sampler(), Pace(1e-9), target=small).depth == 4
+        assert self.chained(sampler(), Pace(1e-9), target=small).depth == MAX_PASSES
 
     def chained(
         self,
