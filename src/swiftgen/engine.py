@@ -9,23 +9,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
-import torch
-
 from swiftgen.decoding.decode import StepEvent, decode
-from swiftgen.decoding.drafters.heads import ReadyHeads
 from swiftgen.decoding.plans import max_tree_rows, new_planner, run_memory
+from swiftgen.decoding.ready import Ready, made_ready
 from swiftgen.decoding.replay import Mismatch, replay
 from swiftgen.decoding.sampling import Sampler
 from swiftgen.forward.backend import Backend, choose_backend
 from swiftgen.forward.cache import BLOCK_TOKENS, FullCache
-from swiftgen.forward.conformance import checked_target
-from swiftgen.forward.exactness import Exactness, known_exactness
 from swiftgen.forward.memory import check_length, check_memory
-from swiftgen.forward.target import Target
 from swiftgen.heads.files import check_heads, load_heads
 from swiftgen.heads.modules import DraftHeads
 from swiftgen.models.architectures import head_dim
@@ -37,6 +32,7 @@ from swiftgen.system import ranks
 from swiftgen.system.devices import memory_errors
 from swiftgen.system.errors import SwiftgenError
 from swiftgen.text.alphabets import foreign_tokens
+from swiftgen.text.prompt import encode, special_tokens
 from swiftgen.text.stream import TextStream
 
 PrefillCallback = Callable[[int, int], None]
@@ -66,16 +62,6 @@ def load(preset: str | Preset | None = None, overrides: Mapping[str, Any] | None
     return Engine(preset)
 
 
-@dataclass(frozen=True)
-class _Ready:
-    """The parts that exist once the weights are in memory."""
-
-    loaded: LoadedModel
-    target: Target
-    heads: ReadyHeads | None
-    exactness: Exactness
-
-
 class Engine:
     """Writes text with one model and one preset; every stream starts afresh.
 
@@ -93,7 +79,7 @@ class Engine:
         self.tokenizer = self.opened.tokenizer
         self.eos_token_ids = self.opened.eos_token_ids
         self.stretch_to = 0
-        self._ready: _Ready | None = None
+        self._ready: Ready | None = None
 
     @property
     def loaded(self) -> LoadedModel:
@@ -127,15 +113,9 @@ class Engine:
         Raises:
             SwiftgenError: if the prompt is empty, or chat is asked for and the model has no template.
         """
-        if not prompt:
-            raise SwiftgenError("the prompt is empty", "give some text with --prompt, --prompt-file or stdin")
-        if not (self.preset.chat if chat is None else chat):
-            token_ids: list[int] = self.tokenizer.encode(prompt)
-        else:
-            token_ids = self._encode_chat(prompt, self.preset.system if system is None else system)
-        if not token_ids:
-            raise SwiftgenError("the prompt has no tokens", "give some text with --prompt or --prompt-file")
-        return token_ids
+        is_chat = self.preset.chat if chat is None else chat
+        system = self.preset.system if system is None else system
+        return encode(self.tokenizer, prompt, is_chat, system, self.preset.model.source)
 
     def prepare(self, prompt_tokens: int, num_tokens: int) -> None:
         """Check that a run of this length fits, then load the weights unless they are in memory.
@@ -163,7 +143,7 @@ class Engine:
         with memory_errors(opened.device, "loading", "Free memory of the GPU, or use a smaller model."):
             with ranks.together():
                 loaded = load_weights(opened, reach, stretch, backend.kernels)
-            self._ready = _made_ready(loaded, heads, backend)
+            self._ready = made_ready(loaded, heads, backend)
 
     @cached_property
     def _backend(self) -> Backend:
@@ -305,47 +285,14 @@ class Engine:
     @cached_property
     def suppressed_ids(self) -> set[int]:
         """Tokens that are never written: the preset's, special ones, and ids without a token."""
-        vocab_size = self.opened.config.vocab_size
-        if wrong := [i for i in self.preset.suppress if i >= vocab_size]:
-            raise SwiftgenError(
-                f"suppress names token {wrong[0]}, the model has {vocab_size:,}",
-                f"allowed are ids from 0 to {vocab_size - 1}",
-            )
-        special = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
-        unused = range(len(self.tokenizer), vocab_size)
-        foreign = foreign_tokens(self.tokenizer, self.preset.alphabet)
-        suppressed = {*self.preset.suppress, *special, *unused, *foreign, *self.eos_token_ids}
-        if self.preset.eos == "stop":
-            suppressed -= set(self.eos_token_ids)
-        return {i for i in suppressed if i < vocab_size}
-
-    def _encode_chat(self, prompt: str, system: str | None) -> list[int]:
-        if not self.tokenizer.chat_template:
-            raise SwiftgenError(
-                f"{self.preset.model.source} has no chat template", "write raw text with --raw"
-            )
-        messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": prompt})
-        token_ids: list[int] = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-        return token_ids
+        preset, vocab_size = self.preset, self.opened.config.vocab_size
+        allowed = self.eos_token_ids if preset.eos == "stop" else ()
+        never = {*preset.suppress, *foreign_tokens(self.tokenizer, preset.alphabet), *self.eos_token_ids}
+        never |= special_tokens(self.tokenizer, preset.suppress, vocab_size)
+        return {i for i in never.difference(allowed) if i < vocab_size}
 
     @property
-    def _prepared(self) -> _Ready:
+    def _prepared(self) -> Ready:
         if self._ready is None:
             raise RuntimeError("call prepare() first")
         return self._ready
-
-
-def _made_ready(loaded: LoadedModel, heads: DraftHeads | None, backend: Backend) -> _Ready:
-    """What a loaded model and its heads become, once for all streams."""
-    ready_heads = None
-    if heads:
-        parts = loaded.model.get_input_embeddings(), loaded.model.get_output_embeddings()
-        ready_heads = ReadyHeads(heads, *parts, backend.kernels)
-    target = checked_target(loaded.model, backend)
-    exactness = known_exactness(target, loaded.fingerprint)
-    if loaded.device.type == "cuda":
-        torch.cuda.empty_cache()  # joining weights has left pieces in which no KV cache fits
-    return _Ready(loaded, target.with_pass_sizes(exactness.pass_sizes), ready_heads, exactness)

@@ -22,7 +22,8 @@ from swiftgen.decoding.history import History
 from swiftgen.decoding.planner import Planner
 from swiftgen.decoding.sampling import Sampler
 from swiftgen.forward.cache import FullCache
-from swiftgen.forward.target import PassOutput, Target
+from swiftgen.forward.passes import PassOutput
+from swiftgen.forward.target import Target
 from swiftgen.forward.tree import DraftTree
 from swiftgen.settings.schema import SamplerSettings
 

@@ -26,7 +26,7 @@ from swiftgen.decoding.drafters.self_draft import SelfDrafter
 from swiftgen.decoding.planner import Planner
 from swiftgen.forward.arithmetic import arithmetic_of
 from swiftgen.forward.cache import PartialCache
-from swiftgen.forward.exactness import CANDIDATE_SIZES, choose_pass_sizes
+from swiftgen.forward.exactness import NATIVE_SIZES, choose_pass_sizes
 from swiftgen.forward.layers import NativeLayer
 from swiftgen.forward.linear import PackedLinear, QuantisedLinear, can_pack
 from swiftgen.forward.target import Target
@@ -287,7 +287,7 @@ class TestTarget:
             assert kinds_in(target) == {QuantisedLinear}
             found = choose_pass_sizes(target)
             assert found.lossless
-            assert found.pass_sizes == CANDIDATE_SIZES
+            assert found.pass_sizes == NATIVE_SIZES
 
     @pytest.mark.parametrize("kinds", ["mixed", "partly"])
     @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])

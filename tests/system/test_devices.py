@@ -146,7 +146,7 @@ class TestMemory:
     ):
         narrow = Engine(load_preset(str(preset_file)))
         opened = narrow.opened
-        weights_bytes = opened.weights_bytes + opened.quantised_bytes
+        weights_bytes = opened.weights_bytes(None)
         needed = run_memory(narrow.preset, opened.config, weights_bytes, 30, opened.dtype, CPU)
         monkeypatch.setattr("swiftgen.forward.memory.free_bytes", lambda device: needed.total_bytes)
         narrow.prepare(10, 20)
@@ -208,7 +208,7 @@ class TestOutOfMemory:
         def full(*_: object) -> None:
             raise torch.cuda.OutOfMemoryError(OUT_OF_MEMORY)
 
-        monkeypatch.setattr("swiftgen.engine.known_exactness", full)
+        monkeypatch.setattr("swiftgen.decoding.ready.known_exactness", full)
         engine = Engine(load_preset(str(preset_file)))
         with pytest.raises(SwiftgenError, match="ran out while loading") as caught:
             engine.prepare(10, 20)

@@ -34,7 +34,8 @@ from transformers import AutoModelForCausalLM
 from swiftgen.commands.process import load_engine
 from swiftgen.engine import Engine
 from swiftgen.forward.cache import FullCache
-from swiftgen.forward.target import PassOutput, Target
+from swiftgen.forward.passes import PassOutput
+from swiftgen.forward.target import Target
 from swiftgen.settings.presets import load_preset, parse_override
 from swiftgen.system.machine import read_gb_per_s
 
@@ -175,7 +176,7 @@ def main() -> None:
     for row in rows:
         table.add_row(*map(str, row.values()))
     Console(width=140).print(table)
-    limit = read_gb_per_s() * 1e9 / (engine.opened.quantised_bytes or engine.opened.weights_bytes)
+    limit = read_gb_per_s() * 1e9 / engine.opened.weights_bytes(engine._backend.kernels)
     print(f"memory bandwidth allows {limit:.1f} tokens/s, if each token reads the weights once")
     machine = {
         "torch": torch.__version__,

@@ -18,7 +18,8 @@ from swiftgen.decoding.planner import Planner
 from swiftgen.decoding.replay import chains
 from swiftgen.decoding.sampling import Sampler
 from swiftgen.forward.cache import BLOCK_TOKENS, FullCache
-from swiftgen.forward.target import PassOutput, Target
+from swiftgen.forward.passes import PassOutput
+from swiftgen.forward.target import Target
 from swiftgen.forward.tree import DraftTree
 
 

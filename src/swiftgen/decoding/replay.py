@@ -15,7 +15,8 @@ import torch
 from swiftgen.decoding.history import History
 from swiftgen.decoding.sampling import NEG_INF, Sampler
 from swiftgen.forward.cache import BLOCK_TOKENS, FullCache
-from swiftgen.forward.target import PassOutput, Target
+from swiftgen.forward.passes import PassOutput
+from swiftgen.forward.target import Target
 from swiftgen.forward.tree import DraftTree
 
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
 
 from swiftgen.forward.cache import CacheView, KVCache
 from swiftgen.forward.passes import TorchPass
@@ -22,7 +24,7 @@ from swiftgen.forward.tail import capped, tail_scores
 from swiftgen.system.devices import send
 from swiftgen.system.errors import SwiftgenError
 
-ATTENTION_NAME = "swiftgen"
+_NAME = "swiftgen"
 SPLIT_PREFIX_TOKENS = 1024
 """From here on the CPU computes a prefix in two halves (if it is even), so that few heads use all cores."""
 
@@ -210,3 +212,10 @@ def flash_attn_installed() -> bool:
     from importlib.util import find_spec
 
     return find_spec("flash_attn") is not None
+
+
+def use_tree_attention(model: PreTrainedModel) -> None:
+    """Let the layers of a model attend by `tree_attention`, to what their pass says."""
+    AttentionInterface.register(_NAME, tree_attention)
+    AttentionMaskInterface.register(_NAME, lambda *_, **__: None)  # the tree mask travels with the pass
+    model.set_attn_implementation(_NAME)

@@ -7,6 +7,7 @@ shapes that follow the text (`attention`) or static ones (`static_pass`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -109,3 +110,30 @@ class TorchPass(ABC):
     def stacked_queries(self) -> Tensor:
         """See `Pass`."""
         return torch.stack(self._queries)
+
+
+@dataclass(frozen=True)
+class PassOutput:
+    """Results of one pass, live rows only.
+
+    Args:
+        hidden: Hidden states before the final norm, `[T, hidden]`.
+        queries: `[num_layers, Hkv, G, T, D]`.
+        logits: Gives them, float32 `[T, vocab]`; most passes are made for something else. The caller may
+            overwrite them.
+    """
+
+    hidden: Tensor
+    queries: Tensor
+    logits: Callable[[], Tensor]
+
+    @staticmethod
+    def joined(parts: Sequence[PassOutput]) -> PassOutput:
+        """The rows of several passes as if they were one."""
+        if len(parts) == 1:
+            return parts[0]
+        return PassOutput(
+            torch.cat([part.hidden for part in parts]),
+            torch.cat([part.queries for part in parts], dim=3),
+            lambda: torch.cat([part.logits() for part in parts]),
+        )

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
+from transformers import PreTrainedModel
 
 from swiftgen.forward.arithmetic import Arithmetic, kinds_of_linears
-from swiftgen.forward.attention import ATTENTION_NAME, new_tree_pass, tree_attention
+from swiftgen.forward.attention import new_tree_pass, use_tree_attention
 from swiftgen.forward.backend import Backend
 from swiftgen.forward.cache import BLOCK_TOKENS, CacheShape, FullCache, KVCache
 from swiftgen.forward.experts import use_independent_experts
@@ -27,7 +25,7 @@ from swiftgen.forward.layers import NativeLayer, fuse_layers
 from swiftgen.forward.linear import MakeLinear, linear_maker, replace_linears
 from swiftgen.forward.native_model import drafting_model, native_model
 from swiftgen.forward.native_pass import NativePass
-from swiftgen.forward.passes import Pass
+from swiftgen.forward.passes import Pass, PassOutput
 from swiftgen.forward.static_pass import StaticPass, StaticPasses
 from swiftgen.forward.tree import DraftTree
 from swiftgen.models.architectures import head_dim, layer_windows, logits_rule, take_final_norm
@@ -37,33 +35,6 @@ from swiftgen.system.devices import send
 
 LM_HEAD_ROWS = 32
 """Rows per lm_head call; a larger matrix product may choose a kernel that adds in another order."""
-
-
-@dataclass(frozen=True)
-class PassOutput:
-    """Results of one pass, live rows only.
-
-    Args:
-        hidden: Hidden states before the final norm, `[T, hidden]`.
-        queries: `[num_layers, Hkv, G, T, D]`.
-        logits: Gives them, float32 `[T, vocab]`; most passes are made for something else. The caller may
-            overwrite them.
-    """
-
-    hidden: Tensor
-    queries: Tensor
-    logits: Callable[[], Tensor]
-
-    @staticmethod
-    def joined(parts: Sequence[PassOutput]) -> PassOutput:
-        """The rows of several passes as if they were one."""
-        if len(parts) == 1:
-            return parts[0]
-        return PassOutput(
-            torch.cat([part.hidden for part in parts]),
-            torch.cat([part.queries for part in parts], dim=3),
-            lambda: torch.cat([part.logits() for part in parts]),
-        )
 
 
 class Target:
@@ -90,9 +61,7 @@ class Target:
     def __init__(self, model: PreTrainedModel, backend: Backend) -> None:
         self.config = model.config
         self.device, self.dtype = device_of(model), model.dtype
-        AttentionInterface.register(ATTENTION_NAME, tree_attention)
-        AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
-        model.set_attn_implementation(ATTENTION_NAME)
+        use_tree_attention(model)
         use_independent_experts(model)
         self._base: nn.Module = model.base_model
         self._norm = take_final_norm(self._base)
@@ -332,8 +301,3 @@ class Target:
             if on_progress:
                 on_progress(done)
         return output
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Mask function of our attention: the tree mask travels with the pass."""
-    return None
