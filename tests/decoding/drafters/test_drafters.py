@@ -497,7 +497,7 @@ class TestSelfDrafter:
         assert self.chained(sampler(), Pace(0.0)).depth == 1  # not known yet
         assert self.chained(sampler(), Pace(1e9)).depth == 1
         # A pass takes a second; what it promises is the chance of the candidate times that of the next.
-        promised = self.chained(sampler(), None).chances[1] * FIRST_TRUST
+        promised = self.chained(sampler(), Pace(1e9)).chances[1] * FIRST_TRUST
         assert self.chained(sampler(), Pace(0.99 * promised)).depth > 1
         assert self.chained(sampler(), Pace(1.01 * promised)).depth == 1
 

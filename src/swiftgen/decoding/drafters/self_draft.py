@@ -130,8 +130,7 @@ class SelfDrafter:
         if not candidates:
             return []
         best = candidates[0]
-        known = self._trust.get(_grade(best.confidence))
-        trust = known.value if known else best.confidence
+        trust = self._trust_in(best.confidence).value
         left = (1.0 - trust) / max(1.0 - best.confidence, 1e-6)  # for the others, by their shares
         chances = [trust, *(min(1.0, left * confidence) for _, confidence in candidates[1:])]
         self._chain.append(best)
@@ -141,8 +140,13 @@ class SelfDrafter:
             if (node := tree.add(parent, token, SOURCE, chance)) is not None
         ]
 
+    def _trust_in(self, confidence: float) -> _Share:
+        """How often a best candidate of this confidence is right; at first, where time counts, as any is."""
+        guess = confidence if self._pace is None else max(confidence, self._mean_trust.value)
+        return self._trust.setdefault(_grade(confidence), _Share(guess))
+
     def _learn_trust(self, confidence: float, was_right: bool) -> None:
-        self._trust.setdefault(_grade(confidence), _Share(confidence)).observe(was_right)
+        self._trust_in(confidence).observe(was_right)
         self._mean_trust.observe(was_right)
 
     def _is_worth_a_pass(self, chance: float) -> bool:
