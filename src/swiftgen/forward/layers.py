@@ -93,7 +93,7 @@ class FusedLayer(nn.Module):
         self.qkv = make_linear(_joined([attention.q_proj, attention.k_proj, attention.v_proj]))
         self.out = make_linear(attention.o_proj)
         self.gate_up = make_linear(_joined([mlp.gate_proj, mlp.up_proj]))
-        self.act, self.down = mlp.act_fn, make_linear(mlp.down_proj)
+        self.act, self.down = mlp.act_fn, make_linear(mlp.down_proj, is_fine=True)  # its inputs vary most
 
     def forward(
         self, hidden_states: Tensor, *, position_embeddings: Rotary, tree_pass: Pass, **unused: Any

@@ -19,8 +19,13 @@ from swiftgen.native.structs import Product
 class MakeLinear(Protocol):
     """Turns a plain linear layer into the kind to compute with."""
 
-    def __call__(self, linear: nn.Linear, is_wide: bool = False) -> nn.Module:
-        """With `is_wide` the result may be float32 in a model of bfloat16, rounded less."""
+    def __call__(self, linear: nn.Linear, *, is_fine: bool = False, is_wide: bool = False) -> nn.Module:
+        """Make one.
+
+        Args:
+            is_fine: Activations are rounded to 16 bits where others are to 8.
+            is_wide: The result may be float32 in a model of bfloat16, rounded less.
+        """
         ...
 
 
@@ -76,15 +81,15 @@ def linear_maker(
 
     Args:
         kernels: Layers with a weight in few bits use them.
-        is_integer: Whether these round their activations to 8 bits, of the lm_head to 16.
+        is_integer: Whether these round their activations to 8 bits, some of them to 16.
     """
     packs = can_pack(device, dtype)
 
-    def make(linear: nn.Linear, is_wide: bool = False) -> nn.Module:
+    def make(linear: nn.Linear, *, is_fine: bool = False, is_wide: bool = False) -> nn.Module:
         if not is_plain(linear):
             return linear
         if kernels and (weights := packed_of(linear)):
-            num_bytes = (2 if is_wide else 1) if is_integer else 0  # logits see every rounding at once
+            num_bytes = 1 + is_fine if is_integer else 0
             return QuantisedLinear(Product(weights, linear.bias, num_bytes, is_wide), kernels)
         return PackedLinear(linear) if packs else linear
 

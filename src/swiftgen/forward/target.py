@@ -72,7 +72,7 @@ class Target:
         self._backend = backend
         make_linear = linear_maker(self.device, self.dtype, backend.kernels, backend.is_integer)
         self._arithmetic = self._take_over_layers(make_linear)
-        self._lm_head: nn.Module = make_linear(model.lm_head, is_wide=True)
+        self._lm_head: nn.Module = make_linear(model.lm_head, is_fine=True, is_wide=True)
         self._native = native_model(self._base, self._norm, self._lm_head)
         self._static_passes_of: WeakKeyDictionary[FullCache, StaticPasses] = WeakKeyDictionary()
         self.is_drafting = False

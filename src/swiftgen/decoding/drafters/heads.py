@@ -207,10 +207,10 @@ class HeadsDrafter:
 def _quick_linear_maker(device: torch.device, dtype: torch.dtype, kernels: Kernels | None) -> MakeLinear:
     make = linear_maker(device, dtype, kernels, is_integer=True)
 
-    def make_quick(linear: nn.Linear, is_wide: bool = False) -> nn.Module:
+    def make_quick(linear: nn.Linear, *, is_fine: bool = False, is_wide: bool = False) -> nn.Module:
         if kernels and kernels.can_pack(Q8_0, linear.out_features, linear.in_features):
             attach(linear, [kernels.pack(Q8_0, rows_in_8_bits(linear.weight), linear.in_features)])
-        return make(linear, is_wide)
+        return make(linear, is_wide=is_wide)
 
     return make_quick
 
