@@ -46,9 +46,12 @@ def test_layers_with_other_parts_stay_as_they_are() -> None:
 
 
 def test_fuse_layers_says_whether_it_did() -> None:
+    def same(linear: nn.Linear, *, is_fine: bool = False, is_wide: bool = False) -> nn.Module:
+        return linear
+
     base = tiny_model().base_model
-    assert fuse_layers(base, 8, nn.Identity())
-    assert not fuse_layers(base, 8, nn.Identity())  # already fused: other parts
+    assert fuse_layers(base, 8, same)
+    assert not fuse_layers(base, 8, same)  # already fused: other parts
 
 
 def test_layers_with_another_activation_take_no_native_kernels() -> None:

@@ -1,4 +1,4 @@
-// Attention of a pass: RoPE, the KV cache, and sums over the keys. Built and called by native.py.
+// Attention of a pass: RoPE, the KV cache, and sums over the keys.
 //
 // Every number of a row is computed by the same instructions in the same order, however many rows there are and
 // wherever the row lies among them; a key that a row does not see adds an exact zero. So a draft tree gives

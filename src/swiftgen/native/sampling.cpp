@@ -1,5 +1,5 @@
 // What sampling does with all of the vocabulary: penalty, suppressed tokens, and which tokens are worth a closer look;
-// then temperature, min-p and noise for those. The same as the operators of sampling.py, in two calls.
+// then temperature, min-p and noise for those. The same as the operators of decoding/sampling.py, in two calls.
 
 #include "kernels.h"
 
