@@ -42,9 +42,9 @@ def drafting_model(model: Model, kernels: Kernels, vocabulary: Tensor | None) ->
     lm_head = model.lm_head_product.in_integers()
     if vocabulary is None:
         return model.in_integers(lm_head), lm_head.out_features
-    rows = torch.cat([kernels.unpack(part, torch.arange(part.out_features)) for part in lm_head.weights])
+    (weight,) = lm_head.weights
     num_columns = len(vocabulary) + 1
-    kept = torch.zeros(-(-num_columns // GROUP) * GROUP, rows.shape[1])
-    kept[: len(vocabulary)] = rows[vocabulary]
-    packed = kernels.pack(Q8_0, rows_in_8_bits(kept), rows.shape[1])
+    kept = torch.zeros(-(-num_columns // GROUP) * GROUP, weight.in_features)
+    kept[: len(vocabulary)] = kernels.unpack(weight, vocabulary)
+    packed = kernels.pack(Q8_0, rows_in_8_bits(kept), weight.in_features)
     return model.in_integers(Product([packed], None, activation_bytes=1, is_wide=True)), num_columns
