@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "dots.h"
+#include "key_tiles.h"
 #include "pairs.h"
 
 namespace {
@@ -21,8 +22,10 @@ extern "C" {
 
 // Whether keys in bfloat16 are multiplied in pairs, which is fast with many query rows too.
 int swiftgen_has_pairs() {
-#ifdef HAS_PAIRS
+#if defined(HAS_PAIRS)
     return 1;
+#elif defined(HAS_TILES)
+    return has_tiles();
 #else
     return 0;
 #endif
@@ -93,7 +96,7 @@ void rotate(const Pass& p, const Heads& heads, int layer, const T* qkv, float* s
                 T* kept = queries + ((long)(h * group + g) * t + row) * d;
                 for (int i = 0; i < d; ++i) put(kept + i, out[i]);
                 for (int i = 0; q && i < d; ++i) q[(long)i * rows + g * t + row] = to_float(kept[i]) * heads.scaling;
-#ifdef HAS_PAIRS
+#if defined(HAS_PAIRS) || defined(HAS_TILES)
                 for (int i = 0; q && sizeof(T) == 2 && i + 1 < d; i += 2)
                     std::memcpy(q + (long)(d + i / 2) * rows + g * t + row, kept + i, 4);
 #endif
@@ -147,6 +150,23 @@ void attend_draft(const Pass& p, const Heads& heads, int layer, const T* qkv, T*
     }
 }
 
+// Adds keys of the prefix by the fastest products there are; queries as `rotate` leaves them.
+template <int HEAD_DIM, class T>
+void add_prefix(const T* keys, const T* values, int count, const float* queries, float scaling, int live, int rows,
+                int head_dim, Part part) {
+    if constexpr (std::is_same_v<T, bf16>) {
+        const uint32_t* pairs = (const uint32_t*)queries + (long)rows * head_dim;
+#ifdef HAS_PAIRS
+        return add_key_pairs(keys, values, count, pairs, scaling, live, rows, head_dim, part);
+#endif
+#ifdef HAS_TILES
+        if (can_tile(head_dim))
+            return add_key_tiles(keys, values, count, pairs, scaling, live, rows, head_dim, part);
+#endif
+    }
+    add_keys<HEAD_DIM>(keys, values, count, KEY_BLOCK, queries, nullptr, rows, head_dim, part);
+}
+
 template <class T, int HEAD_DIM>
 void attend(const Pass& p, const Heads& heads, int layer, const T* qkv, T* attended) {
     if (p.is_draft) return attend_draft<T, HEAD_DIM>(p, heads, layer, qkv, attended);
@@ -176,13 +196,7 @@ void attend(const Pass& p, const Heads& heads, int layer, const T* qkv, T* atten
             const long begin = layer * p.prefix_layer_stride + h * p.prefix_stride + (long)i * span * d;
             const T *keys = (const T*)p.prefix_keys + begin, *values = (const T*)p.prefix_values + begin;
             const int count = std::min(span, p.num_prefix - i * span);
-#ifdef HAS_PAIRS
-            if constexpr (std::is_same_v<T, bf16>)
-                add_key_pairs(keys, values, count, (const uint32_t*)queries_of(h) + (long)rows * d, heads.scaling,
-                              group * t, rows, d, part);
-            else
-#endif
-                add_keys<HEAD_DIM>(keys, values, count, KEY_BLOCK, queries_of(h), nullptr, rows, d, part);
+            add_prefix<HEAD_DIM>(keys, values, count, queries_of(h), heads.scaling, group * t, rows, d, part);
         }
     }
 #pragma omp for schedule(static)

@@ -6,14 +6,10 @@
 #pragma once
 
 #include "formats.h"
+#include "tiles.h"
 
 #if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
 #define HAS_BF16_PRODUCTS
-#endif
-#if defined(HAS_BF16_PRODUCTS) && defined(__AMX_BF16__) && defined(__linux__)
-#define HAS_TILES
-#include <sys/syscall.h>
-#include <unistd.h>
 #endif
 
 namespace {
@@ -94,34 +90,8 @@ __attribute__((noinline)) void full_sums(const uint8_t* group, const bf16* x, in
 
 #ifdef HAS_TILES
 
-constexpr int TILE = 16, MAX_TILES = 4;
-
-// Tiles 0 to 3 are sums [rows][16 features], 4 is weights [16 pairs][16 features], 5 is values [rows][16 pairs].
-struct TileConfig {
-    uint8_t palette = 1, start_row = 0, unused[14] = {};
-    uint16_t bytes[16] = {};
-    uint8_t rows[16] = {};
-};
-
-// Leaves the tiles as it found them: PyTorch's own kernels rely on theirs.
-struct Tiles {
-    alignas(64) TileConfig before, own;
-    explicit Tiles(int rows) {
-        _tile_storeconfig(&before);
-        for (int i = 0; i < MAX_TILES + 2; ++i) own.bytes[i] = 64, own.rows[i] = i == MAX_TILES ? TILE : rows;
-        _tile_loadconfig(&own);
-    }
-    ~Tiles() { before.palette ? _tile_loadconfig(&before) : _tile_release(); }
-};
-
-// Linux gives the tiles to those who ask.
-inline bool has_tiles() {
-    constexpr int ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
-    static const bool granted = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
-    return granted;
-}
-
-// A group of features times `num` tiles of rows; `out` is [num][16 rows][16 features].
+// A group of features times `num` tiles of rows: tiles 0 to 3 are sums [rows][16 features], 4 is weights [16 pairs][16
+// features], 5 is values [rows][16 pairs]; `out` is [num][16 rows][16 features].
 template <class F>
 __attribute__((noinline)) void tile_sums(const uint8_t* group, const bf16* x, int in, int num, float* out) {
     _tile_zero(0);

@@ -1,8 +1,8 @@
 // Keys of a prefix in bfloat16, multiplied in pairs: one instruction takes two dimensions of a key, or two keys of a
 // dimension, for 8 or 16 query rows. Included by attention.cpp.
 //
-// Weights are rounded to bfloat16, as the values are. Processors with matrix tiles are left out: their products of
-// pairs are slower than those of float32.
+// Weights are rounded to bfloat16, as the values are. Processors with matrix tiles use those (key_tiles.h): their products
+// of pairs are slower than those of float32.
 
 #pragma once
 
