@@ -106,7 +106,13 @@ struct Format {
             }
     }
 
-    // The opposite: one code to its place.
+    // Fetches what a thread reads a page later, a block's share: processors look ahead only to the end of a page.
+    static inline void fetch_ahead(const uint8_t* unit, int block) {
+        constexpr int PAGE = 4096, LINE = 64, SHARE = UNIT_BYTES / BLOCKS;
+        for (int at = 0; at < SHARE; at += LINE) __builtin_prefetch(unit + block * SHARE + at + PAGE);
+    }
+
+    // The opposite of `codes`: one code to its place.
     static inline void put_code(uint8_t* unit, int block, int feature, int input, uint8_t code) {
         uint8_t* at = unit + CODES_AT + block * CODE_BYTES;
         const int vector = input / VECTOR, byte = feature * VECTOR + input % VECTOR;

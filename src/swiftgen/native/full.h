@@ -58,6 +58,7 @@ inline void pairs_of(const uint8_t* unit, int block, __m512i out[BLOCK / 2]) {
     alignas(64) static const uint16_t LANES_OF_BOTH[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
                                                            8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     const __m512i order = _mm512_load_si512(LANES_OF_BOTH);
+    F::fetch_ahead(unit, block);
     const auto factors = F::factors(unit, block);
     bytes codes[VECTORS];
     F::codes(unit, block, codes);

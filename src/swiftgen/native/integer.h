@@ -164,6 +164,7 @@ __attribute__((noinline)) void integer_sums(const uint8_t* group, const Rounded&
         const auto factors = F::factors(unit, b % F::BLOCKS);
         bytes codes[VECTORS];
         F::codes(unit, b % F::BLOCKS, codes);
+        F::fetch_ahead(unit, b % F::BLOCKS);
         for (int r = 0; r < R; ++r) {
             const floats scale = floats{} + scales_of[(long)r * num_blocks + b];
             const int32_t* sums = sums_of + 2 * ((long)r * num_blocks + b);
