@@ -61,9 +61,9 @@ inline void tile_scores(const bf16* keys, int num, const uint32_t* queries, int 
 }
 
 // Turns scores of `num` keys into weights, [num / 32][16 query rows][32 keys]; scales what `sums` [16 query rows][head_dim]
-// has so far to them. Scores behind the first `live` count nothing.
+// has so far to them. Scores behind the first `live` count nothing. Meanwhile, the next block is fetched.
 inline void tile_weights(float* scores, int live, int num, float scaling, int head_dim, float* largest, float* weight,
-                         float* sums, __m512i* weights) {
+                         float* sums, __m512i* weights, const bf16* next_keys, const bf16* next_values) {
     alignas(64) static const uint16_t BY_TURNS[PAIRED] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
                                                           8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     const __m512i by_turns = _mm512_load_si512(BY_TURNS), upper = _mm512_set1_epi32(0xffff0000);
@@ -81,6 +81,10 @@ inline void tile_weights(float* scores, int live, int num, float scaling, int he
     for (int j = 0; j < num; j += PAIRED, weights += TILE) {
         __m512i pairs[TILE];
         for (int i = 0; i < TILE; ++i) {
+            for (long d = (j + 2l * i) * head_dim; d < (j + 2l * i + 2) * head_dim; d += PAIRED) {
+                __builtin_prefetch(next_keys + d);
+                __builtin_prefetch(next_values + d);
+            }
             const float* at = scores + (j + 2 * i) * TILE;
             const vec first = exp(load(at) * scaling - base), second = exp(load(at + TILE) * scaling - base);
             const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
@@ -156,6 +160,8 @@ void add_key_tiles(const bf16* keys, const bf16* values, int count, const uint32
     for (int first = 0; first < count; first += TILE_KEYS) {
         const int num = std::min(TILE_KEYS, count - first), whole = (num + PAIRED - 1) / PAIRED * PAIRED;
         const bf16 *k = keys + (long)first * head_dim, *v = values + (long)first * head_dim;
+        const long ahead = first + TILE_KEYS < count ? TILE_KEYS * head_dim : 0;
+        const bf16 *next_keys = k + ahead, *next_values = v + ahead;
         const auto with_zeros = [&](const bf16* p) {  // what lies behind the last key may be nobody's memory
             std::memset(rest, 0, sizeof(bf16) * whole * head_dim);
             return (const bf16*)std::memcpy(rest, p, sizeof(bf16) * num * head_dim);
@@ -165,7 +171,7 @@ void add_key_tiles(const bf16* keys, const bf16* values, int count, const uint32
         for (int row = 0; row < live; row += TILE) {
             tile_scores(k, whole, queries + row, rows, head_dim, scores);
             tile_weights(scores, num, whole, scaling, head_dim, part.largest + row, part.weight + row,
-                         sums + row * head_dim, weights);
+                         sums + row * head_dim, weights, next_keys, next_values);
             add_tiles(weights, pairs, whole, head_dim, sums + row * head_dim);
         }
     }
