@@ -16,7 +16,7 @@ import swiftgen
 from support.commands import write_command
 from support.model_files import MAX_POSITIONS, save_model, tiny_tokenizer
 from swiftgen.cli.app import main
-from swiftgen.decoding import planner
+from swiftgen.decoding import memory, planner
 from swiftgen.decoding.costs import Costs
 from swiftgen.engine import Engine
 from swiftgen.settings.presets import load_preset
@@ -38,6 +38,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder."""
     monkeypatch.setenv("SWIFTGEN_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+@pytest.fixture(autouse=True)
+def no_memory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No run knows what another one has learnt about drafting."""
+    monkeypatch.setattr(memory, "FOLDER", str(tmp_path_factory.mktemp("drafting")))
 
 
 @pytest.fixture(scope="module")
