@@ -89,8 +89,11 @@ class TestLevels:
         costs.observe(1, 0.5)
         assert costs.level_seconds("base", 0.6) == pytest.approx(0.3)
 
-    def test_one_known_before_costs_what_it_did(self):
-        assert Costs(SIZES, {**BEFORE, "base": 0.2}).level_seconds("base", 0.6) == 0.2
+    def test_one_known_before_costs_what_it_did_by_the_speed_of_the_machine(self):
+        costs = Costs(SIZES, {**BEFORE, "base": 0.2})
+        assert costs.level_seconds("base", 0.6) == 0.2
+        costs.observe(1, 3.0)
+        assert costs.level_seconds("base", 0.6) == pytest.approx(0.6)
 
     def test_it_is_learnt_from_the_second_on_and_never_dearer_before(self):
         costs = Costs(SIZES, BEFORE)

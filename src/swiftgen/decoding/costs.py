@@ -41,7 +41,9 @@ class Costs:
 
     def level_seconds(self, source: str, share: float) -> float:
         """Of a level of drafts; before any was made it is taken to cost this share of the smallest pass."""
-        expected = self._levels_before.get(source, share * self.seconds(self._sizes[0]))
+        first = self._sizes[0]
+        share = self._levels_before.get(source, share * self._before[first]) / self._before[first]
+        expected = share * self.seconds(first)  # the machine may be slower or faster now
         if self._numbers.get(source, 0) < _NUM_FIRST:
             return min(expected, self._measured.get(source, expected))
         return self._measured[source]

@@ -200,11 +200,7 @@ class Estimates:
             self._known_costs[self._class] = known
 
     def _nearest_costs(self, length_class: int) -> Mapping[str, float]:
-        """Those of shorter contexts, if any: levels are cheaper there, and what seems dear is never tried."""
-        classes = sorted(self._known_costs, key=lambda c: (c > length_class, abs(c - length_class)))
-        if not classes:
-            return {}
-        costs = self._known_costs[classes[0]]
-        return (
-            costs if classes[0] < length_class else {name: costs[name] for name in costs if name.isdecimal()}
-        )
+        """Of passes alone: what levels cost grows in another way, and one that seems dear is never tried."""
+        nearest = min(self._known_costs, key=lambda known: abs(known - length_class), default=None)
+        costs = {} if nearest is None else self._known_costs[nearest]
+        return {name: seconds for name, seconds in costs.items() if name.isdecimal()}
