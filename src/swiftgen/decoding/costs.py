@@ -85,7 +85,9 @@ class Costs:
         """What is known now, as `before` has it."""
         known = {str(size): seconds for size, seconds in self._seconds.items()} if self._measured else {}
         levels = {name: seconds for name, seconds in self._measured.items() if isinstance(name, str)}
-        return {**known, **self._levels_before, **levels}
+        scale = self.seconds(self._sizes[0]) / self._before[self._sizes[0]]
+        unused = {name: seconds * scale for name, seconds in self._levels_before.items()}
+        return {**known, **unused, **levels}
 
     def _learn(self, name: int | str, seconds: float) -> None:
         """The shortest of the first few counts: what is used for the first time has to be waited for."""
