@@ -16,7 +16,8 @@ import swiftgen
 from support.commands import write_command
 from support.model_files import MAX_POSITIONS, save_model, tiny_tokenizer
 from swiftgen.cli.app import main
-from swiftgen.decoding.planner import PassCosts
+from swiftgen.decoding import memory, planner
+from swiftgen.decoding.costs import Costs
 from swiftgen.engine import Engine
 from swiftgen.settings.presets import load_preset
 from swiftgen.settings.schema import Preset
@@ -37,6 +38,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder."""
     monkeypatch.setenv("SWIFTGEN_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+@pytest.fixture(autouse=True)
+def no_memory(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No run knows what another one has learnt about drafting."""
+    monkeypatch.setattr(memory, "FOLDER", str(tmp_path_factory.mktemp("drafting")))
 
 
 @pytest.fixture(scope="module")
@@ -79,9 +86,11 @@ sampler:
 
 @pytest.fixture
 def even_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measured plans try every way to draft and verify all of it, whatever passes take on this machine."""
-    monkeypatch.setattr(PassCosts, "seconds", lambda self, size: 1.0)
-    monkeypatch.setattr(PassCosts, "draft_pass_seconds", lambda self: 0.0)
+    """Measured plans draft by one way or another and verify all of it, whatever it takes on this machine."""
+    monkeypatch.setattr(Costs, "seconds", lambda self, size: 1.0)
+    monkeypatch.setattr(Costs, "level_seconds", lambda self, source, share: 0.0)
+    for margin in ("ENTER", "STAY", "ROWS_MARGIN"):
+        monkeypatch.setattr(planner, margin, -1.0)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,6 @@ import torch
 import swiftgen
 from support.commands import PROMPT
 from support.model_files import EOS, HIDDEN_SIZE, MAX_POSITIONS, VOCAB_SIZE, save_model, tiny_tokenizer
-from support.tiny import ticking
 from swiftgen.decoding.decode import StepEvent
 from swiftgen.engine import Engine
 from swiftgen.heads.files import HeadsInfo, save_heads
@@ -139,12 +138,8 @@ class TestText:
         assert done == [(128, 179), (179, 179)]
 
 
+@pytest.mark.usefixtures("even_passes")
 class TestDrafts:
-    @pytest.fixture(autouse=True)
-    def no_measured_time(self, even_passes: None, monkeypatch: pytest.MonkeyPatch) -> None:
-        """No pass is too dear to be tried, however busy this machine is."""
-        monkeypatch.setattr("swiftgen.decoding.plans.Stopwatch", ticking)
-
     def test_every_way_to_draft_writes_the_text_of_none(self, preset_file: Path, heads: Path):
         def written(**overrides: Any) -> tuple[list[int], int]:
             engine = swiftgen.load(str(preset_file), overrides)

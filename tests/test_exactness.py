@@ -25,6 +25,7 @@ from support.tiny import (
 from swiftgen.decoding.drafters.heads import HeadsDrafter
 from swiftgen.decoding.drafters.lookup import LookupDrafter
 from swiftgen.decoding.drafters.self_draft import SelfDrafter
+from swiftgen.decoding.estimates import Estimates
 from swiftgen.decoding.planner import Planner
 from swiftgen.forward.cache import BLOCK_TOKENS, PartialCache
 from swiftgen.forward.exactness import choose_pass_sizes, known_exactness
@@ -82,7 +83,7 @@ def test_drafts_change_nothing(attention: str, family: str, sampler_name: str, d
             planner: Planner = AdversarialPlanner(target, expected.token_ids)
         else:
             way = drafters(target, family, kind, sample, [*PROMPT, *expected.token_ids])
-            planner = Planner([way], target.pass_sizes, measured=False)
+            planner = Planner([way])
         actual = run(target, planner, sample, PROMPT, num_tokens)
         assert actual.same_bits(expected), kind
         sources = [source for event in actual.events for source in event.sources]
@@ -110,7 +111,7 @@ def test_measured_plan_changes_nothing(attention: str, sampler_name: str) -> Non
         [ngrams],
         [],
     ]
-    measured = Planner(ways, target.pass_sizes, measured=True)
+    measured = Planner(ways, Estimates(target.pass_sizes))
     assert run(target, measured, sample, PROMPT, NUM_TOKENS).same_bits(expected)
 
 

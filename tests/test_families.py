@@ -53,7 +53,7 @@ def test_drafts_change_nothing(name: str, dtype: torch.dtype) -> None:
         planner: Planner = AdversarialPlanner(target, expected.token_ids, len(PROMPT))
         if kind != "adversarial":
             way = drafters(target, name, kind, sample, [*PROMPT, *expected.token_ids])
-            planner = Planner([way], target.pass_sizes, measured=False)
+            planner = Planner([way])
         actual = run(target, planner, sample, PROMPT, NUM_TOKENS)
         assert actual.same_bits(expected), kind
         assert sum(len(event.sources) for event in actual.events) >= enough, kind
@@ -116,9 +116,7 @@ class TestWindows:
         target = tiny_target("gemma3", planned_tokens=LENGTH)
         partial = PartialCache(target.cache_shape, budget=48, num_sinks=4)
         sample = sampler(**SAMPLER)
-        planner = Planner(
-            [[SelfDrafter(target, sample, partial, None, [1])]], target.pass_sizes, measured=False
-        )
+        planner = Planner([[SelfDrafter(target, sample, partial, None, [1])]])
         cache = new_cache(target, LENGTH)
         list(decode(target, planner, sample, cache, PROMPT, NUM_TOKENS))
         view = partial.view(2, 0, window=30)

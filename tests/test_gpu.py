@@ -80,9 +80,7 @@ def test_trees_write_what_ar_writes_to_the_last_bit(dtype: torch.dtype):
     context, num_tokens = prompt(SPAN_TOKENS - 60), 160
     expected = run(target, ar_planner(target), sampler(temperature=1.0), context, num_tokens)
     for num_nodes in (7, 16, 30, 60, 100):
-        planner = Planner(
-            [[RandomDrafter(expected.token_ids, num_nodes, 5)]], target.pass_sizes, measured=False
-        )
+        planner = Planner([[RandomDrafter(expected.token_ids, num_nodes, 5)]])
         actual = run(target, planner, sampler(temperature=1.0), context, num_tokens)
         assert actual.same_bits(expected), num_nodes
         assert sum(event.num_accepted for event in actual.events) > 30

@@ -14,6 +14,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from swiftgen.decoding.decode import StepEvent, decode
+from swiftgen.decoding.memory import memory_file, recalled, remembering
 from swiftgen.decoding.plans import max_tree_rows, new_planner, run_memory
 from swiftgen.decoding.ready import Ready, made_ready
 from swiftgen.decoding.replay import Mismatch, replay
@@ -267,10 +268,10 @@ class Engine:
         target, sampler = ready.target, self.sampler(seed)
         cache = FullCache(target.cache_shape, len(prompt_ids) + num_tokens + max_tree_rows(preset))
         heads = ready.heads if preset.heads else None
-        pass_seconds = ready.exactness.pass_seconds
-        planner = new_planner(preset, target, sampler, heads, seed, cache.capacity, pass_seconds)
+        estimates = recalled(memory := memory_file(ready, preset), ready)
+        planner = new_planner(preset, target, sampler, heads, seed, cache.capacity, estimates)
         total = len(prompt_ids) + len(written) - 1
-        return decode(
+        events = decode(
             target,
             planner,
             sampler,
@@ -281,6 +282,7 @@ class Engine:
             on_prefill=(lambda done: on_prefill(done, total)) if on_prefill else None,
             written=written,
         )
+        return remembering(events, estimates, memory) if preset.plan.measured else events
 
     @cached_property
     def suppressed_ids(self) -> set[int]:

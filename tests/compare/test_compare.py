@@ -65,6 +65,7 @@ def made_run(
             len(token_ids) * (i + 1) // len(seconds),
             s,
             acceptance,
+            acceptance and acceptance / 2,
             2.0,
             s / 4,
             s / 2,
@@ -146,8 +147,8 @@ def test_tables(comparison: Comparison):
     assert cells["fast"]["accepted"] == "50 %"
     assert cells["ar"]["from–to"] == "1.7–5.0"
     lengths = length_table(comparison)
-    assert lengths.header == ("length", "ar tokens/s", "other ×", "wrong ×", "fast α", "fast ×")
-    assert lengths.rows[-1] == ("10", "2.5", "0.50", "2.00", "50 %", "2.00")
+    assert lengths.header == ("length", "ar tokens/s", "other ×", "wrong ×", "fast α", "fast α now", "fast ×")
+    assert lengths.rows[-1] == ("10", "2.5", "0.50", "2.00", "50 %", "25 %", "2.00")
     text = describe(comparison)
     assert "other draws random numbers of its own" in text
     assert "other: it is peculiar" in text

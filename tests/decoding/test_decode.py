@@ -32,7 +32,7 @@ class ScriptedPlanner(Planner):
     """Drafts the given paths, one list of them a step (then nothing); `right` stands for the right text."""
 
     def __init__(self, target: Target, text: Sequence[int], steps: Sequence[Sequence[str]]) -> None:
-        super().__init__([[]], target.pass_sizes, measured=False)
+        super().__init__([[]])
         self._text, self._steps = list(text), list(steps)
         self.num_written = 0
         self.max_depths: list[int] = []
@@ -100,7 +100,7 @@ class TestAgainstTransformers:
             SelfDrafter(target, sample, partial, None, [3]),
             NgramDrafter(4, 20, seed=0),
         ]
-        return Planner([way], target.pass_sizes, measured=False)
+        return Planner([way])
 
     @pytest.mark.parametrize("theta", [1.0, 1.3], ids=["plain", "penalised"])
     @pytest.mark.parametrize("family", FAMILIES)

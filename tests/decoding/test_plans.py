@@ -10,6 +10,7 @@ from swiftgen.decoding.drafters.heads import HeadsDrafter
 from swiftgen.decoding.drafters.lookup import LookupDrafter
 from swiftgen.decoding.drafters.ngram import NgramDrafter
 from swiftgen.decoding.drafters.self_draft import SelfDrafter
+from swiftgen.decoding.estimates import Estimates
 from swiftgen.decoding.planner import Planner
 from swiftgen.decoding.plans import draft_cache_tokens, max_tree_rows, new_planner
 from swiftgen.decoding.stopwatch import Stopwatch
@@ -53,8 +54,8 @@ def built(draft: str, has_heads: bool, **settings: object) -> tuple[Planner, lis
     """A planner and the drafters of its ways."""
     preset = load_preset(None, {"draft": draft, **settings})
     heads = ready_heads("recurrent") if has_heads else None
-    planner = new_planner(preset, tiny_target(), sampler(), heads, 1, 400, ())
-    return planner, [list(way.drafters) for way in planner._ways]
+    planner = new_planner(preset, tiny_target(), sampler(), heads, 1, 400, Estimates((1, 2)))
+    return planner, [list(way) for way in planner._ways]
 
 
 class TestBuilding:
@@ -65,22 +66,22 @@ class TestBuilding:
             ("none", True, [[]]),
             ("paper", False, [["self", "ngram"]]),
             ("paper", True, [["self", "ngram"]]),
-            ("heads", True, [["heads"], []]),
+            ("heads", True, [[], ["heads"]]),
             ("lookup", False, [["lookup"]]),
             ("ngram", True, [["lookup"]]),
-            ("self", False, [["self"], []]),
-            ("self", True, [["self"], []]),
-            ("auto", False, [["lookup", "self"], ["lookup"]]),
-            ("auto", True, [["lookup", "heads"], ["lookup", "self"], ["lookup"]]),
+            ("self", False, [[], ["self"]]),
+            ("self", True, [[], ["self"]]),
+            ("auto", False, [["lookup"], ["lookup", "self"]]),
+            ("auto", True, [["lookup"], ["lookup", "heads"], ["lookup", "self"]]),
         ],
     )
     def test_the_ways_of_a_plan(self, draft: str, has_heads: bool, expected: list[list[str]]):
         planner, ways = built(draft, has_heads)
         assert [[NAMES[type(drafter)] for drafter in way] for way in ways] == expected
-        assert planner._measured is (draft != "paper")
+        assert (planner._estimates is not None) is (draft != "paper")
 
     def test_ways_share_their_drafters(self):
-        _, (by_heads, by_pass, by_lookup) = built("auto", True)
+        _, (by_lookup, by_heads, by_pass) = built("auto", True)
         assert by_heads[0] is by_pass[0] is by_lookup[0]
 
     def test_a_draft_pass_goes_on_with_heads_if_there_are_any(self):
@@ -95,7 +96,7 @@ class TestBuilding:
         assert isinstance(passes, SelfDrafter)
         assert passes._heads is not None
         assert (passes._width, passes._heads._widths) == (2, [3])
-        assert (passes._pace, passes._heads._pace, passes._heads._beam) == (None, None, None)
+        assert (passes._level, passes._heads._level, passes._heads._beam) == (None, None, None)
 
     @pytest.mark.parametrize(
         ("draft", "num_nodes"),

@@ -37,7 +37,7 @@ class WidePlanner(Planner):
     """Drafts these tokens at each of two levels: all combinations of them."""
 
     def __init__(self, tokens: list[int]) -> None:
-        super().__init__([[]], pass_sizes=(64,), measured=False)
+        super().__init__([[]])
         self.tokens = tokens
         self.tree = DraftTree(0, 0)
 

@@ -12,8 +12,9 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from support.terminals import INFO, Clock, frame, step, terminal, written
+from swiftgen.decoding.decode import StepEvent
 from swiftgen.display.panel import Display, LinePrinter, LivePanel, make_reporter
-from swiftgen.display.wording import TextTail, count, duration, harmless, size
+from swiftgen.display.wording import TextTail, count, duration, figure_rows, harmless, size
 from swiftgen.figures.metrics import RunMetrics
 
 NASTY = "The \x1b[2J[bold]sea[/bold] \x07日本語 👩‍👩‍👧‍👦 \u202eabc\u202c שלום e\u0301\r\n\tend\x00\u2028x"
@@ -38,6 +39,21 @@ def test_the_panel_fits_whatever_the_text_is(width: int, height: int) -> None:
         assert len(lines) < height
         assert all(cell_len(line) <= width for line in lines)
     panel.close()
+
+
+def test_acceptance_of_late_stands_beside_the_average_of_a_long_text() -> None:
+    metrics = RunMetrics()
+    for accepted in (2, 0):
+        assert "in the last" not in shown_acceptance(metrics)  # it would say the same twice
+        for number in range(333):
+            token_ids = (number, number + 1, number + 2)
+            metrics.observe(StepEvent(token_ids, ("base",) * accepted, 2, 3, 0, 0, 0.1, 0.2, 0.01))
+    # The last 334 steps, the first of which was right.
+    assert "50.0% of drafts · 0.3% in the last 1,000 tokens" in shown_acceptance(metrics)
+
+
+def shown_acceptance(metrics: RunMetrics) -> str:
+    return dict(figure_rows(metrics.snapshot()))["acceptance"].plain
 
 
 def test_the_panel_shows_the_figures() -> None:

@@ -57,6 +57,18 @@ def test_acceptance_is_accepted_over_offered_levels() -> None:
     assert (snapshot.draft_s, snapshot.verify_s, snapshot.sample_s) == (1.0, 2.0, 0.5)
 
 
+def test_acceptance_now_is_that_of_the_last_thousand_tokens() -> None:
+    metrics = RunMetrics(written=[9] * 5000)
+    assert metrics.snapshot().acceptance_rate_now is None
+    for number, (accepted, rate) in enumerate(
+        [(4, 1.0), (4, 1.0), (0, 2 / 3), (0, 2 / 4), (0, 1 / 4), (0, 0.0)]
+    ):
+        for _ in range(50):  # steps of five tokens, 250 together
+            metrics.observe(step([number] * 5, ["base"] * accepted, draft_depth=4))
+        assert metrics.snapshot().acceptance_rate_now == pytest.approx(rate)
+    assert metrics.snapshot().acceptance_rate == pytest.approx(1 / 3)
+
+
 def test_speed_now_and_average_and_prefill_time() -> None:
     clock = Clock()
     metrics = RunMetrics(clock)

@@ -53,7 +53,7 @@ def static_target(family: str = "llama", dtype: torch.dtype = torch.float32) -> 
 def decoded(target: Target, num_nodes: int, num_prompt: int, num_tokens: int, tokens: list[int]):
     planner = ar_planner(target)
     if num_nodes > 1:
-        planner = Planner([[RandomDrafter(tokens, num_nodes, 5)]], target.pass_sizes, measured=False)
+        planner = Planner([[RandomDrafter(tokens, num_nodes, 5)]])
     prompt = [(7 * i) % VOCAB_SIZE for i in range(num_prompt)]
     return run(target, planner, sampler(temperature=1.0), prompt, num_tokens)
 

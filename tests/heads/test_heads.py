@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 import swiftgen.heads.files
 from support.tiny import ReadyHeads, new_cache, new_target, sampler, tiny_model
+from swiftgen.decoding.acceptance import calibrated
+from swiftgen.decoding.drafters import self_draft
 from swiftgen.decoding.drafters.base import Committed
-from swiftgen.decoding.drafters.heads import calibrated
+from swiftgen.decoding.drafters.heads import BIAS
 from swiftgen.decoding.drafters.self_draft import SelfDrafter
 from swiftgen.decoding.history import History
 from swiftgen.decoding.noise import keyed_gumbel
@@ -431,6 +433,12 @@ class TestReference:
 PROMPT, SHAPE = [5, 17, 3, 5, 17, 8, 60], [2, 3, 2, 2]
 
 
+def by_a_pass(shares: list[float]) -> list[float]:
+    """Chances of the candidates of a draft pass: what the best leaves is shared among the others."""
+    best = calibrated(shares[0], self_draft.BIAS)
+    return [best, *((1 - best) / (1 - shares[0]) * share for share in shares[1:])]
+
+
 class TestReferenceDrafts:
     """What a published checkpoint drafts, against the paper's maths on the tensors of its files."""
 
@@ -487,7 +495,7 @@ class TestReferenceDrafts:
                 position = torch.tensor(len(PROMPT) + depth)
                 scores = scores / temperature + keyed_gumbel(3, position, torch.arange(97))
             shares = scores.topk(8).values.softmax(0).tolist()
-            nearest = [calibrated(share) for share in shares] if depth else shares
+            nearest = [calibrated(share, BIAS) for share in shares] if depth else by_a_pass(shares)
             best = scores.argsort(descending=True)[:width].tolist()
             best_of_level.append(best)
             for node in (n for n in range(len(tree)) if tree.depths[n] == depth):

@@ -23,6 +23,7 @@ from support.model_files import VOCAB_SIZE, preset_for
 from support.tiny import ar_planner, backend_for, new_cache, new_target, run, sampler
 from swiftgen.decoding.drafters.ngram import NgramDrafter
 from swiftgen.decoding.drafters.self_draft import SelfDrafter
+from swiftgen.decoding.estimates import Estimates
 from swiftgen.decoding.planner import Planner
 from swiftgen.forward.arithmetic import arithmetic_of
 from swiftgen.forward.cache import PartialCache
@@ -306,7 +307,7 @@ class TestTarget:
                 partial = PartialCache(target.cache_shape, budget=48, num_sinks=4)
                 way = [SelfDrafter(target, sample, partial, None, [1, 3, 3, 3]), NgramDrafter(3, 4, 5)]
                 ways = [way] if kind == "paper" else [[], way, way[1:]]
-                planner = Planner(ways, target.pass_sizes, measured=kind == "auto")
+                planner = Planner(ways, Estimates(target.pass_sizes) if kind == "auto" else None)
             actual = run(target, planner, sample, PROMPT, num_tokens)
             assert actual.same_bits(expected), kind
 

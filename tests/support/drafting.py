@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from support.tiny import DRAFT_VOCABULARY, VOCAB_SIZE, random_heads, ready_heads
-from swiftgen.decoding.drafters.base import Committed, Drafter, Pace
+from support.tiny import DRAFT_VOCABULARY, VOCAB_SIZE, Priced, random_heads, ready_heads
+from swiftgen.decoding.drafters.base import Committed, Drafter
 from swiftgen.decoding.drafters.heads import HeadsDrafter, ReadyHeads
 from swiftgen.decoding.drafters.lookup import LookupDrafter
 from swiftgen.decoding.drafters.ngram import NgramDrafter
@@ -28,7 +28,7 @@ class AdversarialPlanner(Planner):
     """Proposes wrong, repeated and unsorted trees in which the right tokens are hidden."""
 
     def __init__(self, target: Target, text: list[int], num_prompt_tokens: int = len(PROMPT)) -> None:
-        super().__init__([[]], target.pass_sizes, measured=False)
+        super().__init__([[]])
         self._text, self._num_prompt_tokens = text, num_prompt_tokens
         self._random = random.Random(0)
 
@@ -46,8 +46,6 @@ class AdversarialPlanner(Planner):
 
 class RandomDrafter:
     """Trees of the tokens that come, hidden among others."""
-
-    num_passes = 0
 
     def __init__(self, tokens: list[int], num_nodes: int, seed: int) -> None:
         self._tokens, self._num_nodes = tokens, num_nodes
@@ -87,7 +85,7 @@ def drafters(
     elif kind == "base":
         way.append(SelfDrafter(target, sample, partial, None, [1, 3, 3, 3]))
     elif kind == "several passes":
-        way.append(SelfDrafter(target, sample, partial, heads, [2, 2, 2], beam=2, pace=Pace(1e-9)))
+        way.append(SelfDrafter(target, sample, partial, heads, [2, 2, 2], beam=2, estimates=Priced(1e-9)))
     elif kind == "all":  # as the paper has it
         way.append(SelfDrafter(target, sample, partial, heads, [1, 3, 3, 3]))
         way.append(NgramDrafter(4, 20, seed=0))

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from swiftgen.decoding.decode import StepEvent, decode
 from swiftgen.decoding.drafters.heads import ReadyHeads
+from swiftgen.decoding.estimates import Estimates
 from swiftgen.decoding.planner import Planner
 from swiftgen.decoding.sampling import Sampler
 from swiftgen.decoding.stopwatch import Stopwatch
@@ -253,7 +254,18 @@ def sampler(seed: int = 3, W: int = 20, theta: float = 1.0, **settings: float) -
 
 
 def ar_planner(target: Target) -> Planner:
-    return Planner([[]], target.pass_sizes, measured=True)
+    return Planner([[]], Estimates(target.pass_sizes))
+
+
+class Priced(Estimates):
+    """Estimates in which time has a fixed price, and whatever is timed takes a second."""
+
+    def __init__(self, tokens_per_s: float) -> None:
+        self._price = tokens_per_s
+        super().__init__((1, 2, 4, 8), (1.0, 1.0, 1.0, 1.0), stopwatch=ticking())
+
+    def _set_price(self) -> None:
+        self.tokens_per_s = self._price
 
 
 def ticking() -> Stopwatch:

@@ -30,6 +30,7 @@ class Mark:
         num_tokens: Written so far; a step can carry a run a few tokens past the length.
         seconds: Since the prompt was read.
         acceptance_rate: None if nothing was drafted, or if the contender does not tell.
+        acceptance_rate_now: Over the last `NOW_WINDOW_TOKENS` tokens.
         tokens_per_step: Tokens per pass of the model.
         draft_s, verify_s, sample_s: Of `seconds`; zero where the contender does not tell.
         distinct: Distinct-1 to Distinct-4 of the text so far.
@@ -38,6 +39,7 @@ class Mark:
     num_tokens: int
     seconds: float
     acceptance_rate: float | None
+    acceptance_rate_now: float | None
     tokens_per_step: float
     draft_s: float
     verify_s: float
@@ -156,6 +158,7 @@ def _mark(snapshot: MetricsSnapshot) -> Mark:
         snapshot.num_tokens,
         snapshot.decode_s,
         snapshot.acceptance_rate,
+        snapshot.acceptance_rate_now,
         snapshot.tokens_per_step or 0.0,
         snapshot.draft_s,
         snapshot.verify_s,

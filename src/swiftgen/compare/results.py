@@ -34,6 +34,7 @@ class Row:
 
     Args:
         num_tokens: Length of the text.
+        acceptance_rate_now: Over its last `NOW_WINDOW_TOKENS` tokens.
         seconds: Since the prompt was read.
         tokens_per_s: Average over the text so far.
         tokens_per_s_here: Since the length before.
@@ -48,6 +49,7 @@ class Row:
     tokens_per_s_here: Spread
     speedup: Spread | None
     acceptance_rate: Spread | None
+    acceptance_rate_now: Spread | None
     tokens_per_step: Spread
     draft_s: float
     verify_s: float
@@ -128,14 +130,14 @@ def _standing(contender: Contender, runs: Mapping[int, Run], reference: Mapping[
 def _row(runs: Sequence[Run], pairs: Sequence[tuple[Run, Run]], index: int) -> Row:
     marks = [run.marks[index] for run in runs]
     ratios = [one.marks[index].tokens_per_s / other.marks[index].tokens_per_s for one, other in pairs]
-    rates = [mark.acceptance_rate for mark in marks if mark.acceptance_rate is not None]
     return Row(
         num_tokens=min(mark.num_tokens for mark in marks),
         seconds=_spread([mark.seconds for mark in marks]),
         tokens_per_s=_spread([mark.tokens_per_s for mark in marks]),
         tokens_per_s_here=_spread([_rate_since(run.marks, index) for run in runs]),
         speedup=_spread(ratios) if ratios else None,
-        acceptance_rate=_spread(rates) if rates else None,
+        acceptance_rate=_spread_of_known([mark.acceptance_rate for mark in marks]),
+        acceptance_rate_now=_spread_of_known([mark.acceptance_rate_now for mark in marks]),
         tokens_per_step=_spread([mark.tokens_per_step for mark in marks]),
         draft_s=median(mark.draft_s for mark in marks),
         verify_s=median(mark.verify_s for mark in marks),
@@ -151,6 +153,11 @@ def _rate_since(marks: Sequence[Mark], index: int) -> float:
     if before is None:
         return here.tokens_per_s
     return (here.num_tokens - before.num_tokens) / (here.seconds - before.seconds)
+
+
+def _spread_of_known(values: Sequence[float | None]) -> Spread | None:
+    known = [value for value in values if value is not None]
+    return _spread(known) if known else None
 
 
 def _spread(values: Sequence[float]) -> Spread:
@@ -203,6 +210,7 @@ _COLUMNS: dict[str, Callable[[Row], float | None]] = {
     "tokens_per_s_here": lambda row: row.tokens_per_s_here.median,
     "speedup": lambda row: row.speedup.median if row.speedup else None,
     "acceptance_rate": lambda row: row.acceptance_rate.median if row.acceptance_rate else None,
+    "acceptance_rate_now": lambda row: row.acceptance_rate_now.median if row.acceptance_rate_now else None,
     "tokens_per_step": lambda row: row.tokens_per_step.median,
     "draft_s": lambda row: row.draft_s,
     "verify_s": lambda row: row.verify_s,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from swiftgen.compare.results import Comparison, Row, Standing
+from swiftgen.compare.results import Comparison, Row, Spread, Standing
 from swiftgen.display.wording import size
 
 _NONE = "–"
@@ -34,7 +34,10 @@ def end_table(comparison: Comparison) -> Cells:
 
 
 def length_table(comparison: Comparison) -> Cells:
-    """One row for each fifth of the length, as the paper's tables have it: acceptance rate and speed-up."""
+    """One row for each fifth of the length, as the paper's tables have it: acceptance rate and speed-up.
+
+    Beside the acceptance so far stands that of the last 1,000 tokens, which shows whether drafts decay.
+    """
     columns = [
         (f"{standing.contender.name} {what}", standing, figure)
         for standing in comparison.standings
@@ -58,10 +61,9 @@ def _figures_of(standing: Standing) -> dict[str, Callable[[Row], str]]:
     """What the table of lengths says of a contender: its speed, or what it gains."""
     if not standing.contender.reference:
         return {"tokens/s": _rate}
-    gains: dict[str, Callable[[Row], str]] = {"α": _acceptance, "×": _speedup}
     if standing.end.acceptance_rate is None:
-        del gains["α"]
-    return gains
+        return {"×": _speedup}
+    return {"α": _acceptance, "α now": _acceptance_now, "×": _speedup}
 
 
 def notes_of(comparison: Comparison) -> list[str]:
@@ -131,7 +133,15 @@ def _rate(row: Row) -> str:
 
 
 def _acceptance(row: Row) -> str:
-    return _NONE if row.acceptance_rate is None else f"{100 * row.acceptance_rate.median:.0f} %"
+    return _share(row.acceptance_rate)
+
+
+def _acceptance_now(row: Row) -> str:
+    return _share(row.acceptance_rate_now)
+
+
+def _share(rate: Spread | None) -> str:
+    return _NONE if rate is None else f"{100 * rate.median:.0f} %"
 
 
 def _speedup(row: Row) -> str:

@@ -45,21 +45,14 @@ class History:
             int64, one row a node; a window shorter than the longest repeats the node's own token.
         """
         nodes = range(len(tree)) if nodes is None else nodes
-        if len(nodes) == 1:
-            path = [tree.tokens[step] for step in tree.path(nodes[0])[1:]]
-            base = self._ids[max(0, self._length + len(path) - num_tokens) : self._length]
-            return torch.from_numpy(np.concatenate([base, path]).astype(np.int64)).unsqueeze(0)
-        depths = np.array([tree.depths[node] for node in nodes])
-        # The last token of a node's window, so always in it.
-        own = np.array([tree.tokens[node] for node in nodes])[:, None]
-        paths = np.repeat(own, depths.max(), axis=1)
-        for row, node in enumerate(nodes):
-            path = tree.path(node)[1:]
-            paths[row, : len(path)] = [tree.tokens[step] for step in path]
-        num_tokens = min(num_tokens, self._length + int(depths.max()))  # there are no more
-        base = self._ids[max(0, self._length - num_tokens) : self._length]
-        both = np.concatenate([np.broadcast_to(base, (len(nodes), len(base))), paths], axis=1)
-        # A node at depth d sees d path tokens, so the oldest d of a full window have left it.
-        overflow = np.maximum(0, len(base) + depths - num_tokens)
-        left = np.arange(both.shape[1]) < overflow[:, None]
-        return torch.from_numpy(np.where(left, own, both))
+        paths = [[tree.tokens[step] for step in tree.path(node)[1:]] for node in nodes]
+        num_tokens = min(num_tokens, self._length + max(map(len, paths)))  # there are no more
+        windows = np.empty((len(paths), num_tokens), dtype=np.int64)
+        for window, node, path in zip(windows, nodes, paths, strict=True):
+            seen = path[max(0, len(path) - num_tokens) :]
+            base = self._ids[max(0, self._length + len(seen) - num_tokens) : self._length]
+            end = len(base) + len(seen)
+            window[: len(base)] = base
+            window[len(base) : end] = seen
+            window[end:] = tree.tokens[node]  # the last token of the window, so always in it
+        return torch.from_numpy(windows)

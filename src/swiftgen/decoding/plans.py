@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
-from swiftgen.decoding.drafters.base import Drafter, Pace
+from swiftgen.decoding.drafters.base import Drafter
 from swiftgen.decoding.drafters.heads import HeadsDrafter, ReadyHeads
 from swiftgen.decoding.drafters.lookup import LookupDrafter
 from swiftgen.decoding.drafters.ngram import NgramDrafter
 from swiftgen.decoding.drafters.self_draft import MAX_PASSES, SelfDrafter
+from swiftgen.decoding.estimates import Estimates
 from swiftgen.decoding.planner import Planner
 from swiftgen.decoding.sampling import Sampler
-from swiftgen.decoding.stopwatch import Stopwatch
 from swiftgen.forward.cache import BLOCK_TOKENS, PartialCache
 from swiftgen.forward.memory import MemoryEstimate, estimate_memory
 from swiftgen.forward.target import Target
@@ -40,8 +40,7 @@ class _Parts:
     heads: ReadyHeads | None
     seed: int
     capacity: int
-    pace: Pace
-    stopwatch: Stopwatch
+    estimates: Estimates | None
 
 
 @dataclass(frozen=True)
@@ -59,27 +58,26 @@ def new_planner(
     heads: ReadyHeads | None,
     seed: int,
     capacity: int,
-    pass_seconds: Sequence[float],
+    estimates: Estimates,
 ) -> Planner:
     """The preset's plan, ready to draft.
 
     Args:
         heads: The preset's, if it has any.
         capacity: Tokens in the full cache.
-        pass_seconds: What a pass of each size took.
+        estimates: What a measured plan begins with, and learns.
     """
     plan = preset.plan
-    parts = _Parts(preset, target, sampler, heads, seed, capacity, Pace(), Stopwatch())
+    weighing = estimates if plan.measured else None
+    parts = _Parts(preset, target, sampler, heads, seed, capacity, weighing)
     drafter = cache(lambda name: _DRAFTERS[name].build(parts))  # the ways share them
     ways = [[drafter(name) for name in way] for way in plan.ways_with(heads is not None)]
-    return Planner(ways, target.pass_sizes, plan.measured, pass_seconds, parts.pace, parts.stopwatch)
+    return Planner(ways, weighing)
 
 
 def _heads_drafter(parts: _Parts) -> HeadsDrafter:
     assert parts.heads
-    return HeadsDrafter(
-        parts.target, parts.sampler, parts.heads, WIDTHS, BEAM, FLOOR, parts.pace, parts.stopwatch
-    )
+    return HeadsDrafter(parts.target, parts.sampler, parts.heads, WIDTHS, BEAM, FLOOR, parts.estimates)
 
 
 def _self_drafter(parts: _Parts) -> SelfDrafter:
@@ -88,8 +86,8 @@ def _self_drafter(parts: _Parts) -> SelfDrafter:
     partial = PartialCache(target.cache_shape, num_kept, preset.sink, preset.refresh == "importance")
     fixed = target, parts.sampler, partial, parts.heads
     if not preset.plan.measured:
-        return SelfDrafter(*fixed, preset.tree, stopwatch=parts.stopwatch)
-    return SelfDrafter(*fixed, (WIDTHS[0], *WIDTHS), BEAM, FLOOR, parts.pace, parts.stopwatch)
+        return SelfDrafter(*fixed, preset.tree)
+    return SelfDrafter(*fixed, (WIDTHS[0], *WIDTHS), BEAM, FLOOR, parts.estimates)
 
 
 def _max_heads_nodes(preset: Preset) -> int:

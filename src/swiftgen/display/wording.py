@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from swiftgen.figures.loops import Loop
-from swiftgen.figures.metrics import MetricsSnapshot
+from swiftgen.figures.metrics import NOW_WINDOW_TOKENS, MetricsSnapshot
 from swiftgen.settings.plans import SOURCES
 
 Row = tuple[str, Text]  # label, value
@@ -177,7 +177,13 @@ def _acceptance(snapshot: MetricsSnapshot) -> Text:
     steps = _figure(count(snapshot.num_steps), " steps")
     if snapshot.acceptance_rate is None:
         return _joined("nothing drafted", per_step, steps)
-    return _joined(_figure(f"{snapshot.acceptance_rate:.1%}", " of drafts"), per_step, steps)
+    rates = [_figure(f"{snapshot.acceptance_rate:.1%}", " of drafts")]
+    num_new = snapshot.num_tokens - snapshot.num_tokens_before
+    if num_new > NOW_WINDOW_TOKENS and snapshot.acceptance_rate_now is not None:
+        rates.append(
+            _figure(f"{snapshot.acceptance_rate_now:.1%}", f" in the last {count(NOW_WINDOW_TOKENS)} tokens")
+        )
+    return _joined(*rates, per_step, steps)
 
 
 def _wins(snapshot: MetricsSnapshot) -> Text:

@@ -120,7 +120,7 @@ def flash_attn(device: torch.device) -> Finding:
 
 
 def cache() -> Finding:
-    """Where models, kernels and results of the check are kept, and the room there."""
+    """Where models, kernels, results of the check and what runs have learnt are kept, and the room there."""
     folder = cache_folder()
     problem = _cache_problem(folder)
     figures = {"path": str(folder), "writable": not problem}

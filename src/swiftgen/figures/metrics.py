@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from swiftgen.decoding.decode import StepEvent
 
 NOW_WINDOW_S = 5.0
+NOW_WINDOW_TOKENS = 1000
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class MetricsSnapshot:
     num_accepted: int  # draft tokens accepted
     acceptance_rate: float | None
     tokens_per_step: float | None
+    acceptance_rate_now: float | None  # over the last NOW_WINDOW_TOKENS tokens
     tokens_per_s_now: float | None  # over the last NOW_WINDOW_S seconds
     tokens_per_s: float | None  # over the whole decoding time
     prefill_s: float
@@ -80,6 +82,7 @@ class RunMetrics:
         self._decode_start_s: float | None = None
         self._last_s = self._start_s
         self._window: deque[tuple[float, int]] = deque()  # (time, tokens so far)
+        self._drafts: deque[tuple[int, int, int]] = deque()  # (tokens, drafted, accepted) so far
         self._num_tokens_before = self._num_tokens = len(written)
         self._num_steps = self._num_drafted = 0
         self._draft_s = self._verify_s = self._sample_s = 0.0
@@ -115,6 +118,7 @@ class RunMetrics:
             step_s = event.draft_s + event.verify_s + event.sample_s
             self._decode_start_s = max(self._start_s, now - step_s)
             self._window.append((self._decode_start_s, self._num_tokens_before))
+            self._drafts.append((self._num_tokens_before, 0, 0))
         self._num_tokens += len(event.token_ids)
         self._num_steps += 1
         self._num_drafted += event.draft_depth
@@ -130,6 +134,9 @@ class RunMetrics:
         self._window.append((now, self._num_tokens))
         while len(self._window) > 2 and self._window[1][0] <= now - NOW_WINDOW_S:
             self._window.popleft()
+        self._drafts.append((self._num_tokens, self._num_drafted, self._wins.total()))
+        while self._drafts[1][0] <= self._num_tokens - NOW_WINDOW_TOKENS:
+            self._drafts.popleft()
 
     def snapshot(self) -> MetricsSnapshot:
         """The figures after the last observed step."""
@@ -145,6 +152,7 @@ class RunMetrics:
             num_accepted=num_accepted,
             acceptance_rate=_ratio(num_accepted, self._num_drafted),
             tokens_per_step=_ratio(num_new, self._num_steps),
+            acceptance_rate_now=self._acceptance_now(),
             tokens_per_s_now=self._rate_now(),
             tokens_per_s=_ratio(num_new, decode_s),
             prefill_s=decode_start_s - self._start_s,
@@ -168,6 +176,12 @@ class RunMetrics:
             return None
         (from_s, from_tokens), (to_s, to_tokens) = self._window[0], self._window[-1]
         return _ratio(to_tokens - from_tokens, to_s - from_s)
+
+    def _acceptance_now(self) -> float | None:
+        if not self._drafts:
+            return None
+        (_, from_drafted, from_accepted), (_, drafted, accepted) = self._drafts[0], self._drafts[-1]
+        return _ratio(accepted - from_accepted, drafted - from_drafted)
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -38,6 +38,7 @@ _NUM_ALONE = 3
 _CONTEXT_TOKENS = 9 * BLOCK_TOKENS + 37  # long enough for a split prefix, with a tail
 _PREFERRED_FIXED_SIZE = 8
 _NUM_TIMED = 3
+_FOLDER = "exactness"
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def known_exactness(target: Target, fingerprint: str) -> Exactness:
     found = choose_pass_sizes(target)
     if ranks.rank():
         return found
-    file = _file(target.arithmetic, fingerprint)
+    file = machine_file(_FOLDER, target.arithmetic, fingerprint)
     with contextlib.suppress(OSError):  # a read-only cache only costs the time to measure again
         file.parent.mkdir(parents=True, exist_ok=True)
         write_synced(file, json.dumps(asdict(found)).encode())
@@ -87,7 +88,7 @@ def kept_exactness(arithmetic: Mapping[str, object], fingerprint: str) -> Exactn
         arithmetic: that of the target, see `arithmetic`.
         fingerprint: of its weights.
     """
-    file = _file(arithmetic, fingerprint)
+    file = machine_file(_FOLDER, arithmetic, fingerprint)
     try:
         kept = json.loads(file.read_text(encoding="utf-8"))
         return Exactness(
@@ -99,12 +100,19 @@ def kept_exactness(arithmetic: Mapping[str, object], fingerprint: str) -> Exactn
         return None  # not measured yet, or the file is damaged
 
 
-def _file(arithmetic: Mapping[str, object], fingerprint: str) -> Path:
+def machine_file(folder: str, arithmetic: Mapping[str, object], fingerprint: str, *more: object) -> Path:
+    """Where the cache folder keeps what was measured of a model on this machine.
+
+    Args:
+        folder: For what was measured.
+        more: What it depends on besides.
+    """
     described = json.dumps(
-        [__version__, NATIVE_SIZES, CANDIDATE_SIZES, fingerprint, arithmetic, _machine()], sort_keys=True
+        [__version__, NATIVE_SIZES, CANDIDATE_SIZES, fingerprint, arithmetic, _machine(), *more],
+        sort_keys=True,
     )
     name = hashlib.sha256(described.encode()).hexdigest()[:32]
-    return cache_folder() / "exactness" / f"{name}.json"
+    return cache_folder() / folder / f"{name}.json"
 
 
 def _machine() -> list[object]:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from swiftgen.forward.layers import NativeLayer
 from swiftgen.forward.linear import QuantisedLinear
 from swiftgen.models.gguf_weights import table_of
-from swiftgen.native.kernels import Kernels
 from swiftgen.native.structs import Model, Product
-from swiftgen.native.weights import GROUP, Q8_0, rows_in_8_bits
 
 
 def native_model(base: Any, norm: Any, lm_head: nn.Module) -> Model | None:
@@ -33,18 +30,12 @@ def native_model(base: Any, norm: Any, lm_head: nn.Module) -> Model | None:
     return Model(described, embedding, (norm.weight, norm.variance_epsilon), lm_head.product, scale)
 
 
-def drafting_model(model: Model, kernels: Kernels, vocabulary: Tensor | None) -> tuple[Model, int]:
-    """The same model in integers, and how many columns of its logits count.
+def drafting_model(model: Model, lm_head: Product | None) -> Model:
+    """The same model in integers.
 
     Args:
-        vocabulary: int64 `[V]`, tokens that the lm_head is cut to; one column more is that of no token.
+        lm_head: Another, which may be cut to some tokens.
     """
-    lm_head = model.lm_head_product.in_integers()
-    if vocabulary is None:
-        return model.in_integers(lm_head), lm_head.out_features
-    (weight,) = lm_head.weights
-    num_columns = len(vocabulary) + 1
-    kept = torch.zeros(-(-num_columns // GROUP) * GROUP, weight.in_features)
-    kept[: len(vocabulary)] = kernels.unpack(weight, vocabulary)
-    packed = kernels.pack(Q8_0, rows_in_8_bits(kept), weight.in_features)
-    return model.in_integers(Product([packed], None, activation_bytes=1, is_wide=True)), num_columns
+    if lm_head is None:
+        return model.in_integers(model.lm_head_product.in_integers())
+    return model.in_integers(Product(lm_head.weights, None, activation_bytes=1, is_wide=True))

@@ -31,6 +31,7 @@ from swiftgen.forward.tree import DraftTree
 from swiftgen.models.architectures import head_dim, layer_windows, logits_rule, take_final_norm
 from swiftgen.models.gguf_weights import device_of
 from swiftgen.models.tensor_parallel import num_kv_heads
+from swiftgen.native.structs import Product
 from swiftgen.system.devices import send
 
 LM_HEAD_ROWS = 32
@@ -103,19 +104,18 @@ class Target:
         """The same target with other sliding windows of its layers."""
         return self._with(windows=tuple(windows))
 
-    def drafting(self, vocabulary: Tensor | None = None) -> Target:
+    def drafting(self, lm_head: Product | None = None, num_columns: int | None = None) -> Target:
         """The same target as it drafts: need not be exact, but quick.
 
         Native passes are of any number of rows and in integers.
 
         Args:
-            vocabulary: int64 `[V]`: logits are over these tokens, and one column that stands for all others.
+            lm_head: Takes the place of the target's own, cut to some tokens.
+            num_columns: How many of its columns are logits, the first ones; None is all.
         """
-        kernels = self._backend.kernels
-        if self._native is None or kernels is None:
+        if self._native is None:
             return self
-        model, num_columns = drafting_model(self._native, kernels, vocabulary)
-        finish = self.finish_logits
+        model, finish = drafting_model(self._native, lm_head), self.finish_logits
         return self._with(
             _native=model,
             is_drafting=True,

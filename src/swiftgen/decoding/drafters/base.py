@@ -32,25 +32,15 @@ class Committed:
     state: Tensor | None
 
 
-@dataclass
-class Pace:
-    """How fast the text is written, the price of time, and what one more row of a verify pass takes."""
-
-    tokens_per_s: float = 0.0
-    row_s: float = 0.0
-
-
 class Drafter(Protocol):
-    """Adds drafts to a tree and learns from what was written.
-
-    Attributes:
-        num_passes: Passes of the target that a proposal costs at least.
-    """
-
-    num_passes: int
+    """Adds drafts to a tree and learns from what was written."""
 
     def propose(self, tree: DraftTree, history: History) -> None:
         """Add drafted tokens below the root of `tree`, the last token of `history`."""
+        ...
+
+    def promise(self) -> float:
+        """Tokens that a proposal promises to add to a step, less those that its time is worth."""
         ...
 
     def observe(self, committed: Committed) -> None:

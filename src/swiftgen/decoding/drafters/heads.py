@@ -6,17 +6,17 @@ pass is needed. After a draft pass (see `self_draft`), from the state that pass 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from swiftgen.decoding.drafters.base import Committed, Pace
+from swiftgen.decoding.acceptance import calibrated
+from swiftgen.decoding.drafters.base import Committed
+from swiftgen.decoding.estimates import Estimates, Prior
 from swiftgen.decoding.history import History
 from swiftgen.decoding.sampling import Sampler
-from swiftgen.decoding.stopwatch import REAL_TIME, Stopwatch
 from swiftgen.forward.linear import MakeLinear, QuantisedLinear, linear_maker, replace_linears
 from swiftgen.forward.target import Target
 from swiftgen.forward.tree import DraftTree
@@ -24,24 +24,15 @@ from swiftgen.heads.modules import DraftHeads, RecurrentHeads
 from swiftgen.models.gguf_weights import attach, packed_of, table_of
 from swiftgen.models.tensor_parallel import whole
 from swiftgen.native.kernels import Kernels
-from swiftgen.native.structs import Cell
+from swiftgen.native.structs import Cell, Product
 from swiftgen.native.weights import GROUP, Q8_0, rows_in_8_bits
 from swiftgen.system.devices import send
 
 SOURCE = "heads"
 CPU = torch.device("cpu")
-_MEMORY = 0.05  # weight of the newest level in the estimates of time and yield
-_BIAS, _SLOPE = -1.5, 0.4
-
-
-def calibrated(share: float) -> float:
-    """How likely a draft of heads is right that has this share among their candidates, noise included.
-
-    Measured in decoding, at every depth: with a share of 0.1 they are right once in ten times, with 0.5 three
-    times, with 0.99 six times. The planner's estimates begin here.
-    """
-    share = min(max(share, 1e-3), 1 - 1e-3)
-    return 1 / (1 + math.exp(-_BIAS - _SLOPE * math.log(share / (1 - share))))
+PRIOR = Prior(share=0.2, hit=0.35, best_hit=0.5)
+BIAS = -1.5
+"""See `calibrated`: of ten drafts one is right with a share of 0.1, two with 0.5, six with 0.99."""
 
 
 class ReadyHeads:
@@ -65,7 +56,7 @@ class ReadyHeads:
         self.heads = heads.to(device, weight.dtype).requires_grad_(False)
         self.num_heads, self.vocabulary = heads.num_heads, heads.vocabulary
         self._embedding = embedding
-        self._lm_head: nn.Module | None = None
+        self._lm_head: nn.Module | None = None  # cut to the vocabulary
         make = _quick_linear_maker(device, weight.dtype, kernels)
         if self.vocabulary is not None:
             self._lm_head = make(_rows_of(lm_head, self.vocabulary, kernels))
@@ -103,6 +94,13 @@ class ReadyHeads:
         logits = self._lm_head(outputs)[:, : len(self.vocabulary) + 1]
         return states, target.finish_logits(logits.float())
 
+    @property
+    def cut_lm_head(self) -> tuple[Product, int] | None:
+        """The lm_head for the vocabulary, if it has few bits, and how many of its columns are logits."""
+        if self.vocabulary is None or not isinstance(self._lm_head, QuantisedLinear):
+            return None
+        return self._lm_head.product, len(self.vocabulary) + 1
+
     def sampler(self, sampler: Sampler, vocab_size: int) -> Sampler:
         """The sampler that ranks what `step` gives."""
         return sampler if self.vocabulary is None else sampler.restricted_to(self.vocabulary, vocab_size)
@@ -115,12 +113,9 @@ class HeadsDrafter:
         widths: Children below each node, level by level; levels beyond the heads are left out.
         beam: Nodes of a level that get children, the likeliest first; None is all of them.
         floor: Nodes less likely than this to be accepted with their path get none.
-        pace: Another level is made while it promises more tokens than its time, and that of a row to
+        estimates: Another level is made while it promises more tokens than its time, and that of a row to
             verify, is worth; None makes all.
-        stopwatch: Says how long a level takes.
     """
-
-    num_passes = 0
 
     def __init__(
         self,
@@ -130,8 +125,7 @@ class HeadsDrafter:
         widths: Sequence[int],
         beam: int | None,
         floor: float = 0.0,
-        pace: Pace | None = None,
-        stopwatch: Stopwatch = REAL_TIME,
+        estimates: Estimates | None = None,
     ) -> None:
         self._target = target
         self._heads = heads
@@ -139,10 +133,7 @@ class HeadsDrafter:
         self._widths = list(widths)[: heads.num_heads]
         self._beam = beam
         self._floor = floor
-        self._pace = pace
-        self._stopwatch = stopwatch
-        self._level_s = 0.0
-        self._yield = 1.0  # what a level promises, of what its parents did
+        self._level = estimates.level(SOURCE, PRIOR) if estimates else None
         self._state: Tensor | None = None
 
     @torch.inference_mode()
@@ -150,6 +141,10 @@ class HeadsDrafter:
         """Draft from the state of the last verify pass."""
         if self._state is not None:
             self.grow(tree, history, [0], self._state)
+
+    def promise(self) -> float:
+        """Of levels below the root."""
+        return self._level.promise(len(self._widths)) if self._level and self._state is not None else 0.0
 
     def observe(self, committed: Committed) -> None:
         """Keep the state of the last token in the cache."""
@@ -165,43 +160,37 @@ class HeadsDrafter:
             chance: Of their parent to be accepted.
         """
         states = state.expand(len(nodes), -1)
-        joint = [chance * tree.chances[node] for node in nodes]
+        joint = [chance * self._chance(tree, node) for node in nodes]
         for depth, width in enumerate(self._widths, start=1):
             if not nodes or tree.depths[nodes[0]] >= tree.max_depth:
                 return
-            parents = sum(joint)
-            if depth > 1 and not self._is_worth_a_level(parents):  # whether to draft at all is the planner's
+            parents, num_rows = sum(joint), tree.depths[nodes[0]] + 1
+            is_first = nodes == [0]  # whether to draft at all is the planner's
+            if self._level and not is_first and not self._level.is_worth(parents, num_rows):
                 return
-            elapsed = self._stopwatch.start()
+            elapsed = self._level.start() if self._level else None
             states, logits = self._heads.step(states, [tree.tokens[n] for n in nodes], depth, self._target)
             position = len(history) + tree.depths[nodes[0]]
             windows = history.windows(tree, self._sampler.W, nodes)
             ranked = self._sampler.rank(logits, torch.full((len(nodes),), position), windows, width)
             children = [
-                (joint[row] * tree.chances[child], row, child)
+                (joint[row] * self._chance(tree, child), row, child)
                 for row, candidates in enumerate(ranked)
                 for token, confidence in candidates
-                if (child := tree.add(nodes[row], token, SOURCE, calibrated(confidence))) is not None
+                if (child := tree.add(nodes[row], token, SOURCE, calibrated(confidence, BIAS))) is not None
             ]
             children = [child for child in sorted(children, reverse=True) if child[0] >= self._floor]
             children = children[: self._beam]
             joint = [chance for chance, _, _ in children]
-            self._learn(elapsed(), min(1.0, sum(joint) / parents))
+            if self._level and elapsed:
+                self._level.observe(elapsed(), self._level.gain(joint, num_rows) / parents)
             rows = torch.tensor([row for _, row, _ in children], dtype=torch.int64)
             states = states[send(rows, states.device)]
             nodes = [child for _, _, child in children]
 
-    def _is_worth_a_level(self, promised: float) -> bool:
-        """Whether what a level promises below nodes that promise so many tokens is worth its time."""
-        if self._pace is None:
-            return True
-        price = self._pace.tokens_per_s * (self._level_s + self._pace.row_s)
-        return promised * self._yield >= price
-
-    def _learn(self, seconds: float, share: float) -> None:
-        memory = _MEMORY if self._level_s else 1.0
-        self._level_s += memory * (seconds - self._level_s)
-        self._yield += memory * (share - self._yield)
+    def _chance(self, tree: DraftTree, node: int) -> float:
+        """How likely a node is right if its parent is."""
+        return self._level.chance(tree, node) if self._level else tree.chances[node]
 
 
 def _quick_linear_maker(device: torch.device, dtype: torch.dtype, kernels: Kernels | None) -> MakeLinear:

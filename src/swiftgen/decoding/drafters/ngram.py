@@ -81,8 +81,6 @@ class NgramTable:
 class NgramDrafter:
     """Hangs n-grams below the level-1 candidates."""
 
-    num_passes = 0
-
     def __init__(self, n: int, k: int, seed: int) -> None:
         self._k = k
         self._table = NgramTable(n, k, seed)
@@ -92,6 +90,10 @@ class NgramDrafter:
         for start in tree.children(0):
             for continuation in self._table.most_frequent(tree.tokens[start]):
                 tree.add_path(start, continuation, SOURCE, chance=0.0)  # a candidate stays one of the pass
+
+    def promise(self) -> float:
+        """It takes no time."""
+        return 0.0
 
     def observe(self, committed: Committed) -> None:
         """Count what was written."""

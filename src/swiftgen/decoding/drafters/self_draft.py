@@ -9,38 +9,26 @@ what was drafted is kept until the step ends, so each pass computes one row, how
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from swiftgen.decoding.drafters.base import Committed, Pace
+from swiftgen.decoding.acceptance import calibrated
+from swiftgen.decoding.drafters.base import Committed
 from swiftgen.decoding.drafters.heads import HeadsDrafter, ReadyHeads
+from swiftgen.decoding.estimates import Estimates, Prior
 from swiftgen.decoding.history import History
 from swiftgen.decoding.sampling import Sampler
-from swiftgen.decoding.stopwatch import REAL_TIME, Stopwatch
 from swiftgen.forward.cache import PartialCache
 from swiftgen.forward.target import Target
 from swiftgen.forward.tree import DraftTree
 
 SOURCE = "base"
 MAX_PASSES = 16
-_TIME_MEMORY = 0.1
-FIRST_TRUST = 0.8
-"""In the best candidate of a pass, before anything is learnt of it."""
-_TRUST_MEMORY = 0.03
-
-
-@dataclass
-class _Share:
-    """How often something is right, from a first guess on."""
-
-    value: float
-    weight: float = 2.0
-
-    def observe(self, was_right: bool) -> None:
-        self.weight += 1.0
-        self.value += max(_TRUST_MEMORY, 1.0 / self.weight) * (was_right - self.value)
+PRIOR = Prior(share=0.45, hit=0.85, best_hit=0.95)
+BIAS = 1.4
+"""See `calibrated`: with a share of one half the best candidate is right eight times in ten."""
 
 
 class SelfDrafter:
@@ -50,11 +38,8 @@ class SelfDrafter:
         heads: None drafts the level of the pass only.
         shape: Children per node at each level, like `[1, 3, 3, 3]`; levels beyond the heads are left out.
         beam, floor: As `HeadsDrafter` has them.
-        pace: Another pass is made while it promises more tokens than its time is worth; None makes one.
-        stopwatch: Says how long a pass takes.
+        estimates: Another pass is made while it promises more tokens than its time is worth; None makes one.
     """
-
-    num_passes = 1
 
     def __init__(
         self,
@@ -65,25 +50,20 @@ class SelfDrafter:
         shape: Sequence[int],
         beam: int | None = None,
         floor: float = 0.0,
-        pace: Pace | None = None,
-        stopwatch: Stopwatch = REAL_TIME,
+        estimates: Estimates | None = None,
     ) -> None:
         # The paper's plan drafts once, so all of the vocabulary is worth its time.
-        vocabulary = heads.vocabulary if heads and pace else None
-        self._target, self._sampler = target.drafting(vocabulary), sampler
-        if vocabulary is not None and self._target is not target:
-            self._sampler = sampler.restricted_to(vocabulary, target.config.vocab_size)
+        cut = heads.cut_lm_head if heads and estimates else None
+        self._target, self._sampler = target.drafting(*cut or ()), sampler
+        if heads and cut and self._target is not target:
+            self._sampler = heads.sampler(sampler, target.config.vocab_size)
         self._cache = cache
         self._width = shape[0]
         self._heads: HeadsDrafter | None = None
         if heads:
-            self._heads = HeadsDrafter(target, sampler, heads, shape[1:], beam, floor, pace, stopwatch)
-        self._pace = pace
-        self._stopwatch = stopwatch
-        self._pass_s = 0.0
-        self._trust: dict[int, _Share] = {}  # how often the best candidate was right, by its confidence
-        self._mean_trust = _Share(FIRST_TRUST)
-        self._chain: list[tuple[int, float]] = []  # the best candidates of this step
+            self._heads = HeadsDrafter(target, sampler, heads, shape[1:], beam, floor, estimates)
+        self._level = estimates.level(SOURCE, PRIOR) if estimates else None
+        self._new: Committed | None = None  # what the partial cache has not followed yet
 
     @torch.inference_mode()
     def propose(self, tree: DraftTree, history: History) -> None:
@@ -92,74 +72,56 @@ class SelfDrafter:
             return
         chain = DraftTree(tree.tokens[0], MAX_PASSES)  # what the passes read; the last token is new
         node, chance = 0, 1.0
-        self._chain = []
         while True:
-            elapsed = self._stopwatch.start()
+            elapsed = self._level.start() if self._level else None
+            self._follow()
             last = len(chain) - 1
             output = self._target.forward(chain, len(history) - 1, self._cache, first=last)
             candidates = self._candidates(tree, node, history, output.logits())
-            self._learn(elapsed())
+            own = self._level.chance(tree, candidates[0]) if self._level and candidates else 0.0
+            if self._level and elapsed:
+                self._level.observe(elapsed(), own)
             if not candidates or len(chain) == MAX_PASSES:
                 break
-            (node, trust), *_ = candidates
-            if tree.depths[node] == tree.max_depth or not self._is_worth_a_pass(chance * trust):
+            node = candidates[0]
+            is_deepest = tree.depths[node] == tree.max_depth
+            if is_deepest or not self._level or not self._level.is_worth(chance * own, len(chain) + 1):
                 break
-            chance *= trust
+            chance *= own
             chain.add(last, tree.tokens[node], SOURCE)
         if self._heads:
-            nodes = [node for node, _ in candidates]
-            self._heads.grow(tree, history, nodes, output.hidden[-1], chance)
+            self._heads.grow(tree, history, candidates, output.hidden[-1], chance)
+
+    def promise(self) -> float:
+        """Of the passes alone."""
+        return self._level.promise(MAX_PASSES) if self._level else 0.0
 
     def observe(self, committed: Committed) -> None:
-        """Learn which candidates were right, and let the partial cache follow the full one."""
-        for (token, confidence), written in zip(self._chain, committed.token_ids, strict=False):
-            self._learn_trust(confidence, token == written)
-            if token != written:
-                break
-        self._chain = []
+        """Note what the partial cache has to follow before the next pass."""
         if committed.queries is not None and committed.cache.length > committed.begin:
-            self._cache.update(committed.cache, committed.begin, committed.queries)
+            begin = self._new.begin if self._new else committed.begin
+            self._new = replace(committed, begin=begin)
 
-    def _candidates(
-        self, tree: DraftTree, parent: int, history: History, logits: Tensor
-    ) -> list[tuple[int, float]]:
-        """The nodes of what the pass predicts below `parent`, best first, and how likely each is right."""
+    def _follow(self) -> None:
+        """Let the partial cache follow the full one: in steps without a draft pass nobody needs it."""
+        if self._new and self._new.queries is not None:
+            self._cache.update(self._new.cache, self._new.begin, self._new.queries)
+        self._new = None
+
+    def _candidates(self, tree: DraftTree, parent: int, history: History, logits: Tensor) -> list[int]:
+        """The nodes of what the pass predicts below `parent`, best first."""
         position = torch.tensor([len(history) + tree.depths[parent]])
         windows = history.windows(tree, self._sampler.W, [parent])
         (candidates,) = self._sampler.rank(logits, position, windows, self._width)
         if not candidates:
             return []
-        best = candidates[0]
-        trust = self._trust_in(best.confidence).value
-        left = (1.0 - trust) / max(1.0 - best.confidence, 1e-6)  # for the others, by their shares
-        chances = [trust, *(min(1.0, left * confidence) for _, confidence in candidates[1:])]
-        self._chain.append(best)
+        # With shared noise the best is right far more often than its share says.
+        (_, share), *others = candidates
+        best = calibrated(share, BIAS)
+        left = (1.0 - best) / max(1.0 - share, 1e-6)  # for the others, by their shares
+        chances = [best, *(min(1.0, left * share) for _, share in others)]
         return [
-            (node, chance)
+            node
             for (token, _), chance in zip(candidates, chances, strict=True)
             if (node := tree.add(parent, token, SOURCE, chance)) is not None
         ]
-
-    def _trust_in(self, confidence: float) -> _Share:
-        """How often a best candidate of this confidence is right; at first, where time counts, as any is."""
-        guess = confidence if self._pace is None else max(confidence, self._mean_trust.value)
-        return self._trust.setdefault(_grade(confidence), _Share(guess))
-
-    def _learn_trust(self, confidence: float, was_right: bool) -> None:
-        self._trust_in(confidence).observe(was_right)
-        self._mean_trust.observe(was_right)
-
-    def _is_worth_a_pass(self, chance: float) -> bool:
-        """Whether a token more, if all so far is right, is worth the time of a pass and of a row."""
-        if self._pace is None:
-            return False
-        price = self._pace.tokens_per_s * (self._pass_s + self._pace.row_s)
-        return self._mean_trust.value * chance > price > 0.0
-
-    def _learn(self, seconds: float) -> None:
-        self._pass_s += (_TIME_MEMORY if self._pass_s else 1.0) * (seconds - self._pass_s)
-
-
-def _grade(confidence: float) -> int:
-    """Confidences that are taken to mean the same."""
-    return int(8 * confidence)
