@@ -40,12 +40,14 @@ NUM_TOKENS = 40  # past a block boundary
 LENGTH = len(PROMPT) + NUM_TOKENS
 SAMPLER = {"temperature": 0.9, "min_p": 0.05, "theta": 1.2}
 IN_BF16 = ("mistral, window 100", "gemma2", "gemma3", "phi4", "granite", "qwen3_moe")
-MATRIX = [(name, torch.float32) for name in VARIANTS] + [(name, torch.bfloat16) for name in IN_BF16]
+MATRIX = [("auto", name, torch.float32) for name in VARIANTS]
+MATRIX += [("auto", name, torch.bfloat16) for name in IN_BF16]
+MATRIX += [("sdpa", name, torch.float32) for name in IN_BF16]  # PyTorch's operators
 
 
-@pytest.mark.parametrize(("name", "dtype"), MATRIX)
-def test_drafts_change_nothing(name: str, dtype: torch.dtype) -> None:
-    target = tiny_target(name, dtype, planned_tokens=LENGTH)
+@pytest.mark.parametrize(("attention", "name", "dtype"), MATRIX)
+def test_drafts_change_nothing(attention: str, name: str, dtype: torch.dtype) -> None:
+    target = tiny_target(name, dtype, attention, planned_tokens=LENGTH)
     expected = run(target, ar_planner(target), sampler(**SAMPLER), PROMPT, NUM_TOKENS)
     assert len(set(expected.token_ids)) > 5
     for kind, enough in (("base", 3), ("ngram", NUM_TOKENS / 2), ("adversarial", NUM_TOKENS / 4)):
@@ -59,11 +61,12 @@ def test_drafts_change_nothing(name: str, dtype: torch.dtype) -> None:
         assert sum(len(event.sources) for event in actual.events) >= enough, kind
 
 
+@pytest.mark.parametrize("attention", ["auto", "sdpa"])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_logits_are_those_of_transformers(name: str) -> None:
+def test_logits_are_those_of_transformers(name: str, attention: str) -> None:
     model = tiny_model(name, planned_tokens=LENGTH)
     expected = own_logits(model, PROMPT)
-    target = new_target(model)
+    target = new_target(model, attention)
     cache = new_cache(target, len(PROMPT))
     last_block = target.prefill(PROMPT[:-1], cache)
     assert last_block is not None
@@ -128,14 +131,18 @@ class TestWindows:
 
     @pytest.mark.parametrize(
         ("name", "attention", "fused"),
-        [("qwen2, window 200", "cpu_prefix", True), ("gemma2", "cpu_prefix", False)],
+        [
+            *((name, "auto", True) for name in ("qwen2, window 200", "gemma2", "phi4")),
+            *[("mixtral", "auto", False), ("qwen2, window 200", "sdpa", True), ("gemma2", "sdpa", False)],
+        ],
     )
     def test_the_arithmetic_is_known_before(self, name: str, attention: str, fused: bool):
         model = tiny_model(name)
-        expected = tiny_target(name).arithmetic
-        assert expected["attention"] == attention
+        expected = new_target(tiny_model(name), attention).arithmetic
         assert expected["fused_layers"] == fused
-        backend = backend_for(model)
+        backend = backend_for(model, attention)
+        is_native = fused and backend.kernels is not None
+        assert str(expected["attention"]).startswith("native" if is_native else "cpu_prefix")
         assert arithmetic_of(model.config, torch.float32, torch.device("cpu"), backend) == expected
 
 

@@ -106,12 +106,14 @@ def tiny_model(
     vocab_size: int = VOCAB_SIZE,
     tied: bool = False,
     planned_tokens: int | None = None,
+    **changes: object,
 ) -> PreTrainedModel:
     """A random model, sharp enough that its samples vary with the context.
 
     Args:
         family: Or a key of `VARIANTS`.
         planned_tokens: How long its texts are, where its positions depend on that.
+        changes: Of its config.
     """
     model_type, settings = VARIANTS.get(family, (family, {}))
     settings = {
@@ -128,6 +130,7 @@ def tiny_model(
         "initializer_range": 0.2,
         "pad_token_id": None,
         **settings,
+        **changes,
     }
     config = AutoConfig.for_model(model_type, **settings)
     if planned_tokens is not None:

@@ -78,6 +78,13 @@ class CacheView:
     edge_begin: int = 0
     tail_begin: int = 0
 
+    def tail_with_edge(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of edge and tail, `[num_kv_heads, keys, head_dim]`."""
+        keys, values = self.tail_keys[layer], self.tail_values[layer]
+        if self.edge_keys is None or self.edge_values is None:
+            return keys, values
+        return torch.cat([self.edge_keys[layer], keys], 1), torch.cat([self.edge_values[layer], values], 1)
+
 
 class KVCache(Protocol):
     """What a pass needs of a cache."""
