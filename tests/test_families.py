@@ -27,7 +27,7 @@ from swiftgen.decoding.decode import decode
 from swiftgen.decoding.drafters.self_draft import SelfDrafter
 from swiftgen.decoding.planner import Planner
 from swiftgen.forward.arithmetic import arithmetic_of
-from swiftgen.forward.cache import PartialCache
+from swiftgen.forward.cache import BLOCK_TOKENS, PartialCache
 from swiftgen.forward.conformance import checked_target
 from swiftgen.forward.experts import all_rows_experts, batched_experts
 from swiftgen.forward.tree import DraftTree
@@ -111,9 +111,30 @@ class TestWindows:
         target.prefill([*PROMPT, *PROMPT[:100]], cache)
         before, last = cache.length - 100, DraftTree(7, 0)
         expected = target.forward(last, cache.length, cache).hidden
-        for tensor in (cache.keys, cache.values):
-            tensor[:, :, : before - 127] = float("nan")
+        for tensor in cache.stores[100].between(0, before - 127):
+            tensor.fill_(float("nan"))
         assert torch.equal(target.forward(last, cache.length, cache).hidden, expected)
+
+    @pytest.mark.parametrize("attention", ["auto", "sdpa"])
+    @pytest.mark.parametrize("name", ["gemma3", "mistral, window 100", "mistral, window 3"])
+    def test_keys_behind_the_window_are_dropped(
+        self, name: str, attention: str, monkeypatch: pytest.MonkeyPatch
+    ):
+        target, num_tokens = tiny_target(name, attention=attention), 200
+        greedy = {"temperature": 0.0}
+        expected = run(target, ar_planner(target), sampler(**greedy), PROMPT, num_tokens)
+        monkeypatch.setattr("swiftgen.forward.cache._SLACK_TOKENS", 0)
+        adversarial = AdversarialPlanner(target, expected.token_ids, len(PROMPT))
+        for planner in (ar_planner(target), adversarial):
+            actual = run(target, planner, sampler(**greedy), PROMPT, num_tokens)
+            assert actual.same_bits(expected)
+        cache = new_cache(target, len(PROMPT) + num_tokens)
+        target.prefill([*PROMPT, *expected.token_ids], cache)
+        window = target.windows[0]
+        assert window is not None
+        store = cache.stores[window]
+        assert store.begin >= cache.length - window - 2 * BLOCK_TOKENS > 0
+        assert store.keys.shape[2] <= window + 4 * BLOCK_TOKENS
 
     def test_drafts_read_the_window_from_the_full_cache(self):
         target = tiny_target("gemma3", planned_tokens=LENGTH)
@@ -124,9 +145,9 @@ class TestWindows:
         )
         cache = new_cache(target, LENGTH)
         list(decode(target, planner, sample, cache, PROMPT, NUM_TOKENS))
-        view = partial.view(2, 0, window=30)
-        assert torch.equal(view.prefix_keys, cache.keys[:, :, cache.length - 29 : cache.length])
-        assert partial.view(2, 0, window=1000).prefix_keys.shape[2] == 48
+        view = partial.view(2, 0, window=70)
+        store, length = cache.stores[70], cache.length
+        assert torch.equal(view.prefix_keys, store.between(length - 48, length)[0])
         assert partial.view(2, 0).prefix_keys.shape[2] == 48
 
     @pytest.mark.parametrize(

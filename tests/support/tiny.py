@@ -207,16 +207,14 @@ class Run:
 
     token_ids: list[int]
     logits: Tensor
-    keys: Tensor
-    values: Tensor
+    cached: list[Tensor]
     events: list[StepEvent] = field(default_factory=list)
 
     def same_bits(self, other: Run) -> bool:
         return (
             self.token_ids == other.token_ids
             and torch.equal(self.logits, other.logits)
-            and torch.equal(self.keys, other.keys)
-            and torch.equal(self.values, other.values)
+            and all(map(torch.equal, self.cached, other.cached))
         )
 
 
@@ -245,10 +243,18 @@ def run(
     return Run(
         token_ids,
         torch.cat(accepted)[: len(token_ids)],
-        cache.keys[:, :, :length].clone(),
-        cache.values[:, :, :length].clone(),
+        kept_keys(cache, length),
         events,
     )
+
+
+def kept_keys(cache: FullCache, length: int) -> list[Tensor]:
+    """Keys and values of all layers, as far back as later tokens see them."""
+    return [
+        tensor.clone()
+        for window, store in cache.stores.items()
+        for tensor in store.between(max(0, length - (window or length)), length)
+    ]
 
 
 def sampler(seed: int = 3, W: int = 20, theta: float = 1.0, **settings: float) -> Sampler:

@@ -53,6 +53,7 @@ class TreePass(TorchPass):
         """See `TorchPass`."""
         num_kv_heads, num_rows, head_dim = k.shape
         view, mask = self._seen[layer]
+        layer = view.layers.index(layer)
         keys, values = view.tail_keys[layer], view.tail_values[layer]
         keys[:, -num_rows:], values[:, -num_rows:] = k, v
         self._queries.append(q.view(num_kv_heads, -1, num_rows, head_dim))

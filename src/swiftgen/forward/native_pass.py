@@ -34,7 +34,10 @@ def layer_kinds(windows: Sequence[int | None], rotaries: Sequence[str | None]) -
     """The kinds of layers with these windows and angles."""
     of_layers = list(zip(windows, rotaries, strict=True))
     kinds = list(dict.fromkeys(of_layers))
-    places = (structs.LayerPlace(kinds.index(kind), layer) for layer, kind in enumerate(of_layers))
+    places = (
+        structs.LayerPlace(kinds.index(kind), windows[:layer].count(kind[0]))
+        for layer, kind in enumerate(of_layers)
+    )
     return LayerKinds(
         tuple(window for window, _ in kinds),
         tuple(rotary for _, rotary in kinds),
