@@ -46,17 +46,23 @@ class RotaryTable(SignedRotary):
 
     def __init__(self, rotary: nn.Module, kinds: Iterable[str | None]) -> None:
         super().__init__(rotary, kinds)
-        self._pages: list[Rotaries] = []
-        self._tables: Rotaries = {}
+        self._pages: dict[int, Rotaries] = {}  # those that the last pass needed
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Rotaries:
         """Of one sequence."""
         positions = position_ids[0]
-        while (begin := self._PAGE * len(self._pages)) <= int(positions.max()):
-            self._pages.append(super().forward(x, torch.arange(begin, begin + self._PAGE).unsqueeze(0)))
-            self._tables = {kind: self._joined(kind) for kind in self._kinds}
-        return {kind: (cos[positions], sin[positions]) for kind, (cos, sin) in self._tables.items()}
+        first, last = int(positions.min()) // self._PAGE, int(positions.max()) // self._PAGE
+        needed = range(first, last + 1)
+        self._pages = {number: self._pages.get(number) or self._page(number, x) for number in needed}
+        rows = positions - first * self._PAGE
+        return {kind: self._looked_up(kind, rows) for kind in self._kinds}
 
-    def _joined(self, kind: str | None) -> Rotary:
-        cos, signed_sin = zip(*(page[kind] for page in self._pages), strict=True)
-        return torch.cat(cos).float(), torch.cat(signed_sin).float()
+    def _page(self, number: int, x: Tensor) -> Rotaries:
+        begin = number * self._PAGE
+        return super().forward(x, torch.arange(begin, begin + self._PAGE).unsqueeze(0))
+
+    def _looked_up(self, kind: str | None, rows: Tensor) -> Rotary:
+        cos, signed_sin = zip(*(page[kind] for page in self._pages.values()), strict=True)
+        if len(cos) > 1:
+            return torch.cat(cos)[rows].float(), torch.cat(signed_sin)[rows].float()
+        return cos[0][rows].float(), signed_sin[0][rows].float()
