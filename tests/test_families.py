@@ -27,7 +27,7 @@ from swiftgen.decoding.decode import decode
 from swiftgen.decoding.drafters.self_draft import SelfDrafter
 from swiftgen.decoding.planner import Planner
 from swiftgen.forward.arithmetic import arithmetic_of
-from swiftgen.forward.cache import PartialCache
+from swiftgen.forward.cache import BLOCK_TOKENS, PartialCache
 from swiftgen.forward.conformance import checked_target
 from swiftgen.forward.experts import all_rows_experts, batched_experts
 from swiftgen.forward.tree import DraftTree
@@ -40,12 +40,14 @@ NUM_TOKENS = 40  # past a block boundary
 LENGTH = len(PROMPT) + NUM_TOKENS
 SAMPLER = {"temperature": 0.9, "min_p": 0.05, "theta": 1.2}
 IN_BF16 = ("mistral, window 100", "gemma2", "gemma3", "phi4", "granite", "qwen3_moe")
-MATRIX = [(name, torch.float32) for name in VARIANTS] + [(name, torch.bfloat16) for name in IN_BF16]
+MATRIX = [("auto", name, torch.float32) for name in VARIANTS]
+MATRIX += [("auto", name, torch.bfloat16) for name in IN_BF16]
+MATRIX += [("sdpa", name, torch.float32) for name in IN_BF16]  # PyTorch's operators
 
 
-@pytest.mark.parametrize(("name", "dtype"), MATRIX)
-def test_drafts_change_nothing(name: str, dtype: torch.dtype) -> None:
-    target = tiny_target(name, dtype, planned_tokens=LENGTH)
+@pytest.mark.parametrize(("attention", "name", "dtype"), MATRIX)
+def test_drafts_change_nothing(attention: str, name: str, dtype: torch.dtype) -> None:
+    target = tiny_target(name, dtype, attention, planned_tokens=LENGTH)
     expected = run(target, ar_planner(target), sampler(**SAMPLER), PROMPT, NUM_TOKENS)
     assert len(set(expected.token_ids)) > 5
     for kind, enough in (("base", 3), ("ngram", NUM_TOKENS / 2), ("adversarial", NUM_TOKENS / 4)):
@@ -59,11 +61,12 @@ def test_drafts_change_nothing(name: str, dtype: torch.dtype) -> None:
         assert sum(len(event.sources) for event in actual.events) >= enough, kind
 
 
+@pytest.mark.parametrize("attention", ["auto", "sdpa"])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_logits_are_those_of_transformers(name: str) -> None:
+def test_logits_are_those_of_transformers(name: str, attention: str) -> None:
     model = tiny_model(name, planned_tokens=LENGTH)
     expected = own_logits(model, PROMPT)
-    target = new_target(model)
+    target = new_target(model, attention)
     cache = new_cache(target, len(PROMPT))
     last_block = target.prefill(PROMPT[:-1], cache)
     assert last_block is not None
@@ -108,9 +111,30 @@ class TestWindows:
         target.prefill([*PROMPT, *PROMPT[:100]], cache)
         before, last = cache.length - 100, DraftTree(7, 0)
         expected = target.forward(last, cache.length, cache).hidden
-        for tensor in (cache.keys, cache.values):
-            tensor[:, :, : before - 127] = float("nan")
+        for tensor in cache.stores[100].between(0, before - 127):
+            tensor.fill_(float("nan"))
         assert torch.equal(target.forward(last, cache.length, cache).hidden, expected)
+
+    @pytest.mark.parametrize("attention", ["auto", "sdpa"])
+    @pytest.mark.parametrize("name", ["gemma3", "mistral, window 100", "mistral, window 3"])
+    def test_keys_behind_the_window_are_dropped(
+        self, name: str, attention: str, monkeypatch: pytest.MonkeyPatch
+    ):
+        target, num_tokens = tiny_target(name, attention=attention), 200
+        greedy = {"temperature": 0.0}
+        expected = run(target, ar_planner(target), sampler(**greedy), PROMPT, num_tokens)
+        monkeypatch.setattr("swiftgen.forward.cache._SLACK_TOKENS", 0)
+        adversarial = AdversarialPlanner(target, expected.token_ids, len(PROMPT))
+        for planner in (ar_planner(target), adversarial):
+            actual = run(target, planner, sampler(**greedy), PROMPT, num_tokens)
+            assert actual.same_bits(expected)
+        cache = new_cache(target, len(PROMPT) + num_tokens)
+        target.prefill([*PROMPT, *expected.token_ids], cache)
+        window = target.windows[0]
+        assert window is not None
+        store = cache.stores[window]
+        assert store.begin >= cache.length - window - 2 * BLOCK_TOKENS > 0
+        assert store.keys.shape[2] <= window + 4 * BLOCK_TOKENS
 
     def test_drafts_read_the_window_from_the_full_cache(self):
         target = tiny_target("gemma3", planned_tokens=LENGTH)
@@ -119,21 +143,25 @@ class TestWindows:
         planner = Planner([[SelfDrafter(target, sample, partial, None, [1])]])
         cache = new_cache(target, LENGTH)
         list(decode(target, planner, sample, cache, PROMPT, NUM_TOKENS))
-        view = partial.view(2, 0, window=30)
-        assert torch.equal(view.prefix_keys, cache.keys[:, :, cache.length - 29 : cache.length])
-        assert partial.view(2, 0, window=1000).prefix_keys.shape[2] == 48
+        view = partial.view(2, 0, window=70)
+        store, length = cache.stores[70], cache.length
+        assert torch.equal(view.prefix_keys, store.between(length - 48, length)[0])
         assert partial.view(2, 0).prefix_keys.shape[2] == 48
 
     @pytest.mark.parametrize(
         ("name", "attention", "fused"),
-        [("qwen2, window 200", "cpu_prefix", True), ("gemma2", "cpu_prefix", False)],
+        [
+            *((name, "auto", True) for name in ("qwen2, window 200", "gemma2", "phi4")),
+            *[("mixtral", "auto", False), ("qwen2, window 200", "sdpa", True), ("gemma2", "sdpa", False)],
+        ],
     )
     def test_the_arithmetic_is_known_before(self, name: str, attention: str, fused: bool):
         model = tiny_model(name)
-        expected = tiny_target(name).arithmetic
-        assert expected["attention"] == attention
+        expected = new_target(tiny_model(name), attention).arithmetic
         assert expected["fused_layers"] == fused
-        backend = backend_for(model)
+        backend = backend_for(model, attention)
+        is_native = fused and backend.kernels is not None
+        assert str(expected["attention"]).startswith("native" if is_native else "cpu_prefix")
         assert arithmetic_of(model.config, torch.float32, torch.device("cpu"), backend) == expected
 
 

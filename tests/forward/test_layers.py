@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from support.tiny import FAMILIES, new_cache, new_target, tiny_model
-from swiftgen.forward.layers import FusedLayer, NativeLayer, fuse_layers
+from swiftgen.forward.layers import FusedLayer
+from swiftgen.forward.native_layer import NativeLayer, fuse_layers
 
 TOKENS = [(5 * i * i + 3) % 97 for i in range(200)]
 
@@ -50,8 +51,8 @@ def test_fuse_layers_says_whether_it_did() -> None:
         return linear
 
     base = tiny_model().base_model
-    assert fuse_layers(base, 8, same)
-    assert not fuse_layers(base, 8, same)  # already fused: other parts
+    assert fuse_layers(base, same)
+    assert not fuse_layers(base, same)  # already fused: other parts
 
 
 def test_layers_with_another_activation_take_no_native_kernels() -> None:

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import MistralConfig, Qwen2Config
+from transformers import AutoConfig, MistralConfig, Qwen2Config
 
 from support.model_files import VOCAB_SIZE, preset_for, save_model, tiny_config, tiny_model, write_gguf
+from swiftgen.forward.cache import CacheShape, FullCache
 from swiftgen.forward.memory import MemoryEstimate, check_length, check_memory, estimate_memory
 from swiftgen.models.architectures import check_supported
 from swiftgen.models.loading import LoadedModel, load_model, load_weights, open_model
@@ -195,6 +196,18 @@ class TestMemory:
         assert estimate.total_bytes == 1000 + estimate.kv_bytes + estimate.work_bytes
         wide = estimate_memory(tiny_config(head_dim=16), 1000, 50, torch.float32)
         assert wide.kv_bytes == 4 * estimate.kv_bytes
+
+    def test_layers_with_a_window_have_room_for_little_more(self):
+        config = AutoConfig.for_model("gemma3_text", sliding_window=512)
+        short, long = (estimate_memory(config, 0, n, torch.bfloat16) for n in (10_000, 30_000))
+        sliding = [kind for kind in config.layer_types if kind == "sliding_attention"]
+        per_layer = 2 * config.num_key_value_heads * config.head_dim * 2
+        assert long.sliding_bytes == short.sliding_bytes == per_layer * len(sliding) * (512 + 1024)
+        assert long.kv_bytes == per_layer * (config.num_hidden_layers - len(sliding)) * 30_000
+        cache = FullCache(
+            CacheShape(4, 1, 8, torch.float32, torch.device("cpu"), (512, 512, None, 512)), 30_000
+        )
+        assert cache.num_bytes == 2 * 8 * 4 * (30_000 + 3 * (512 + 1024))
 
     def test_refusal_says_what_fits(self, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr("swiftgen.forward.memory.free_bytes", lambda _: 3 * 2**30)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from support.tiny import random_tree, shuffled
+from swiftgen.forward.attention import seen_keys
 from swiftgen.forward.cache import CacheShape, FullCache, PartialCache
-from swiftgen.forward.native_pass import NativePass
+from swiftgen.forward.native_pass import NativePass, layer_kinds
 from swiftgen.forward.passes import Heads as LayerHeads
 from swiftgen.forward.tree import DraftTree
 from swiftgen.native.build import kernels_for
+from swiftgen.native.structs import ACTIVATIONS, Norm
 
 CPU = torch.device("cpu")
 KERNELS = kernels_for("auto", CPU, torch.float32, 64)
@@ -27,7 +29,7 @@ EPS = 1e-6
 ROTARY_BASE = 10_000
 # Rounding of one number, and what a softmax over thousands of keys may lose on top of it.
 TOLERANCES = {torch.float32: 4e-6, torch.bfloat16: 2**-7}
-CONTEXTS = [0, 90, 300, 1200, 3000]
+CONTEXTS = [0, 90, 300, 430, 710, 1200, 1700, 3000]
 both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 
@@ -39,6 +41,8 @@ class Heads:
     group: int = 3
     head_dim: int = 16
     has_norms: bool = True
+    window: int | None = None
+    cap: float = 0.0
 
     @property
     def num_heads(self) -> int:
@@ -98,18 +102,28 @@ class Done:
 
 
 def attend(
-    heads: Heads, tree: DraftTree, rows: Tensor, cache: FullCache | PartialCache, first: int = 0
+    heads: Heads,
+    tree: DraftTree,
+    rows: Tensor,
+    cache: FullCache | PartialCache,
+    first: int = 0,
+    rotary_dim: int | None = None,
 ) -> Done:
     """One layer of one pass over rows `first` and up; those beyond the tree are padding."""
     assert KERNELS is not None
     num_rows = len(rows)
     visible = tree.visibility(first + num_rows)[first:]
-    native = NativePass(KERNELS, cache.view(num_rows, first), visible, heads.num_heads)
-    cos, sin = (x.float() for x in angles(positions_of(tree, cache, first, num_rows), heads.head_dim))
-    half = heads.head_dim // 2
+    positions = positions_of(tree, cache, 0, first + num_rows)
+    view = cache.view(num_rows, first, heads.window)
+    seen = seen_keys(view, visible, positions, heads.window)
+    kinds = layer_kinds([heads.window] * NUM_LAYERS, [""] * NUM_LAYERS)
+    native = NativePass(KERNELS, kinds, [view], [seen], heads.num_heads)
+    rotary_dim = rotary_dim or heads.head_dim
+    cos, sin = (x.float() for x in angles(positions[first:], rotary_dim))
+    half = rotary_dim // 2
     signed_sin = torch.cat([-sin[:, :half], sin[:, half:]], dim=1)
     rotary = cos.unsqueeze(1).contiguous(), signed_sin.unsqueeze(1).contiguous()
-    layer_heads = LayerHeads(heads.num_heads, NUM_KV_HEADS, heads.scaling, heads.norms())
+    layer_heads = LayerHeads(heads.num_heads, NUM_KV_HEADS, heads.scaling, heads.norms(), heads.cap)
     out = native.attend(LAYER, rows.unsqueeze(0).contiguous(), rotary, layer_heads)
     assert out.shape == (1, num_rows, heads.num_heads * heads.head_dim)
     assert out.dtype == heads.dtype
@@ -152,7 +166,13 @@ def reference(
     for row in range(num_rows):
         for node in tree.path(row) if row < len(tree) else [row]:
             seen[row, num_cached + node] = True
-    scores = (q @ keys.transpose(1, 2) * heads.scaling).masked_fill(~seen, float("-inf"))  # [H, T, keys]
+    if heads.window is not None:
+        of_keys = torch.cat([torch.arange(num_cached), positions])
+        seen &= of_keys > positions.unsqueeze(1) - heads.window
+    scores = q @ keys.transpose(1, 2) * heads.scaling  # [H, T, keys]
+    if heads.cap:
+        scores = heads.cap * torch.tanh(scores / heads.cap)
+    scores = scores.masked_fill(~seen, float("-inf"))
     return (scores.softmax(-1) @ values).transpose(0, 1).reshape(num_rows, -1)
 
 
@@ -189,6 +209,37 @@ def test_a_tree_attends_like_softmax_over_the_visible_keys(
 
 
 @both_dtypes
+@pytest.mark.parametrize("cap", [0.0, 1.5, 50.0])
+@pytest.mark.parametrize("window", [None, 1, 3, 70, 128, 200, 512, 5000])
+@pytest.mark.parametrize("num_context", [0, 127, 128, 300, 1200])
+def test_a_row_sees_its_window_and_its_scores_are_capped(
+    num_context: int, window: int | None, cap: float, dtype: torch.dtype
+):
+    heads = Heads(dtype, window=window, cap=cap)
+    tree, rows, cache = random_tree(num_context, 13), heads.random_rows(16), heads.filled_cache(num_context)
+    committed = cache.keys[LAYER, :, :num_context], cache.values[LAYER, :, :num_context]
+    expected = reference(heads, tree, rows, *committed)
+    actual = attend(heads, tree, rows, cache).out.double()
+    torch.testing.assert_close(actual, expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("rotary_dim", [2, 8, 14])
+def test_only_the_first_dimensions_of_a_head_are_turned(rotary_dim: int):
+    heads = Heads(torch.float32, has_norms=False)
+    tree, rows, cache = random_tree(3, 8), heads.random_rows(8), heads.filled_cache(90)
+    positions = positions_of(tree, cache, 0, 8)
+    whole = rotated_rows(
+        replace(heads, head_dim=rotary_dim),
+        rows.unflatten(1, (-1, 16))[..., :rotary_dim].flatten(1),
+        positions,
+    )
+    done = attend(heads, tree, rows, cache, rotary_dim=rotary_dim)
+    turned, rest = done.queries.flatten(0, 1).double().split([rotary_dim, 16 - rotary_dim], dim=-1)
+    torch.testing.assert_close(turned, whole[0], rtol=1e-6, atol=1e-6)
+    assert torch.equal(rest, rows.view(8, -1, 16)[:, :6, rotary_dim:].double().transpose(0, 1))
+
+
+@both_dtypes
 @pytest.mark.parametrize("num_kept", [0, 1, 40, 100, 127, 128, 129, 1023, 1025, 1111, 1300, 3000])
 def test_a_draft_pass_attends_to_a_partial_cache_of_any_length(num_kept: int, dtype: torch.dtype):
     heads = Heads(dtype)
@@ -213,8 +264,11 @@ def test_a_draft_pass_attends_to_a_partial_cache_of_any_length(num_kept: int, dt
 
 def heads_of(num_context: int, dtype: torch.dtype) -> Heads:
     """Other heads for every context, so that all are tested without a product of both."""
-    group, head_dim = {0: (3, 16), 90: (1, 64), 300: (3, 64), 1200: (4, 80), 3000: (3, 128)}[num_context]
-    return Heads(dtype, group, head_dim)
+    group, head_dim = {0: (3, 16), 90: (1, 64), 300: (3, 64), 1200: (4, 80), 3000: (3, 128)}.get(
+        num_context, (4, 16)
+    )
+    window = {430: 70, 710: 512, 1700: 3}.get(num_context)
+    return Heads(dtype, group, head_dim, window=window, cap=2.0 if num_context in (710, 1200) else 0.0)
 
 
 @pytest.fixture
@@ -376,53 +430,60 @@ class TestElementwise:
         assert KERNELS is not None
         x, weight = random_numbers((1, 5, width), 1).to(dtype), random_numbers((width,), 2).to(dtype)
         before = x.clone()
-        actual = KERNELS.rms_norm(x, weight, eps)
+        actual = KERNELS.rms_norm(x, Norm(weight, eps))
         assert actual.dtype == dtype
         expected = self.norm_reference(x, weight, eps)
         torch.testing.assert_close(actual.double(), expected, rtol=self.ulp(dtype), atol=1e-7)
         assert torch.equal(x, before)
         for row in range(5):
-            assert torch.equal(KERNELS.rms_norm(x[:, row : row + 1], weight, eps)[0, 0], actual[0, row])
+            assert torch.equal(KERNELS.rms_norm(x[:, row : row + 1], Norm(weight, eps))[0, 0], actual[0, row])
 
     @both_dtypes
     def test_the_norm_of_nothing_is_nothing(self, width: int, dtype: torch.dtype):
         assert KERNELS is not None
         zeros = torch.zeros(1, 2, width, dtype=dtype)
-        assert torch.equal(KERNELS.rms_norm(zeros, torch.ones(width, dtype=dtype), EPS), zeros)
+        assert torch.equal(KERNELS.rms_norm(zeros, Norm(torch.ones(width, dtype=dtype), EPS)), zeros)
+        assert torch.equal(KERNELS.rms_norm(zeros + 1, Norm()), zeros + 1)  # of no norm
 
     @both_dtypes
-    def test_add_rms_norm(self, width: int, dtype: torch.dtype):
+    @pytest.mark.parametrize("scale", [1.0, 0.3])
+    def test_add(self, width: int, scale: float, dtype: torch.dtype):
         assert KERNELS is not None
         x, delta = random_numbers((2, 1, 5, width), 3).to(dtype)
         weight = random_numbers((width,), 4).to(dtype)
         before = x.clone(), delta.clone()
-        total, normed = KERNELS.add_rms_norm(x, delta, weight, EPS)
-        assert torch.equal(total, x + delta)
-        assert torch.equal(normed, KERNELS.rms_norm(total, weight, EPS))  # of the rounded sum
-        expected = self.norm_reference(total, weight, EPS)
-        torch.testing.assert_close(normed.double(), expected, rtol=self.ulp(dtype), atol=1e-7)
+        plain = KERNELS.add(x, delta, Norm(), scale)
+        assert torch.equal(plain, x + delta) or scale != 1
+        tolerance = {"rtol": self.ulp(dtype), "atol": 1e-6}
+        torch.testing.assert_close(plain.double(), x.double() + scale * delta.double(), **tolerance)
+        expected = x.double() + scale * self.norm_reference(delta, weight, EPS)
+        actual = KERNELS.add(x, delta, Norm(weight, EPS), scale)
+        torch.testing.assert_close(actual.double(), expected, **tolerance)
         assert torch.equal(x, before[0])
         assert torch.equal(delta, before[1])
 
     @both_dtypes
-    def test_silu_mul(self, width: int, dtype: torch.dtype):
+    @pytest.mark.parametrize("activation", range(len(ACTIVATIONS)))
+    def test_gate(self, width: int, activation: int, dtype: torch.dtype):
         assert KERNELS is not None
         gate_up = (4 * random_numbers((1, 5, 2 * width), 5)).to(dtype)
-        actual = KERNELS.silu_mul(gate_up)
+        actual = KERNELS.gate(gate_up, activation)
         assert (actual.shape, actual.dtype) == ((1, 5, width), dtype)
         gate, up = gate_up.double().chunk(2, dim=-1)
-        expected = torch.nn.functional.silu(gate) * up
-        torch.testing.assert_close(actual.double(), expected, rtol=self.ulp(dtype), atol=1e-7)
+        expected = ACTIVATIONS[activation](gate) * up
+        torch.testing.assert_close(actual.double(), expected, rtol=4 * self.ulp(dtype), atol=1e-6)
         for row in range(5):
-            assert torch.equal(KERNELS.silu_mul(gate_up[:, row : row + 1].contiguous())[0, 0], actual[0, row])
+            one = gate_up[:, row : row + 1].contiguous()
+            assert torch.equal(KERNELS.gate(one, activation)[0, 0], actual[0, row])
 
     @both_dtypes
+    @pytest.mark.parametrize("activation", range(len(ACTIVATIONS)))
     @pytest.mark.parametrize("gate", [100.0, -100.0, 88.5, -88.5, -86.5, 1e30, -1e30, 0.0, -0.0])
-    def test_silu_mul_of_extremes(self, width: int, gate: float, dtype: torch.dtype):
+    def test_a_gate_of_extremes(self, width: int, gate: float, activation: int, dtype: torch.dtype):
         assert KERNELS is not None
         gates, up = torch.full((1, 2, width), gate, dtype=dtype), random_numbers((1, 2, width), 6).to(dtype)
-        actual = KERNELS.silu_mul(torch.cat([gates, up], dim=-1))
-        expected = torch.nn.functional.silu(gates.double()) * up.double()
+        actual = KERNELS.gate(torch.cat([gates, up], dim=-1), activation)
+        expected = ACTIVATIONS[activation](gates.double()) * up.double()
         torch.testing.assert_close(actual.double(), expected, rtol=self.ulp(dtype), atol=1e-35)
-        if gate > 80:  # SiLU is the identity there: one product, rounded to nearest even
+        if gate > 80:  # both are the identity there: one product, rounded to nearest even
             assert torch.equal(actual, (gates.float() * up.float()).to(dtype))

@@ -348,7 +348,7 @@ def test_a_library_with_other_structs_is_refused(tmp_path: Path):
     here = resources.files("swiftgen.native")
     source = here.joinpath("structs.cpp").read_text(encoding="utf-8")
     header = here.joinpath("structs.h").read_text(encoding="utf-8")
-    other = header.replace("float eps, embedding_scale;", "double eps; float embedding_scale;")
+    other = header.replace("    Norm norm; ", "    double eps; Norm norm; ")
     assert other != header
     files = {"structs.cpp": source, "structs.h": other}
     compile_in(tmp_path, files, ["-fPIC", "-shared", "-o", "structs.so"])

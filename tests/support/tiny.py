@@ -107,12 +107,14 @@ def tiny_model(
     vocab_size: int = VOCAB_SIZE,
     tied: bool = False,
     planned_tokens: int | None = None,
+    **changes: object,
 ) -> PreTrainedModel:
     """A random model, sharp enough that its samples vary with the context.
 
     Args:
         family: Or a key of `VARIANTS`.
         planned_tokens: How long its texts are, where its positions depend on that.
+        changes: Of its config.
     """
     model_type, settings = VARIANTS.get(family, (family, {}))
     settings = {
@@ -129,6 +131,7 @@ def tiny_model(
         "initializer_range": 0.2,
         "pad_token_id": None,
         **settings,
+        **changes,
     }
     config = AutoConfig.for_model(model_type, **settings)
     if planned_tokens is not None:
@@ -205,16 +208,14 @@ class Run:
 
     token_ids: list[int]
     logits: Tensor
-    keys: Tensor
-    values: Tensor
+    cached: list[Tensor]
     events: list[StepEvent] = field(default_factory=list)
 
     def same_bits(self, other: Run) -> bool:
         return (
             self.token_ids == other.token_ids
             and torch.equal(self.logits, other.logits)
-            and torch.equal(self.keys, other.keys)
-            and torch.equal(self.values, other.values)
+            and all(map(torch.equal, self.cached, other.cached))
         )
 
 
@@ -243,10 +244,18 @@ def run(
     return Run(
         token_ids,
         torch.cat(accepted)[: len(token_ids)],
-        cache.keys[:, :, :length].clone(),
-        cache.values[:, :, :length].clone(),
+        kept_keys(cache, length),
         events,
     )
+
+
+def kept_keys(cache: FullCache, length: int) -> list[Tensor]:
+    """Keys and values of all layers, as far back as later tokens see them."""
+    return [
+        tensor.clone()
+        for window, store in cache.stores.items()
+        for tensor in store.between(max(0, length - (window or length)), length)
+    ]
 
 
 def sampler(seed: int = 3, W: int = 20, theta: float = 1.0, **settings: float) -> Sampler:

@@ -115,7 +115,7 @@ def decode(
             draft_depth=tree.depth,
             num_rows=len(tree),
             context_tokens=len(history),
-            kv_bytes=cache.num_bytes * cache.length // cache.capacity,
+            kv_bytes=cache.used_bytes,
             draft_s=drafted_s - begin_s,
             verify_s=verified_s - drafted_s,
             sample_s=time.perf_counter() - verified_s,

@@ -12,9 +12,14 @@ from torch import nn
 
 from swiftgen.forward.backend import Backend
 from swiftgen.forward.cache import BLOCK_TOKENS
-from swiftgen.forward.layers import is_silu
 from swiftgen.forward.linear import PackedLinear, QuantisedLinear, can_pack
-from swiftgen.models.architectures import has_plain_layers, layer_windows
+from swiftgen.forward.native_layer import native_activation
+from swiftgen.models.architectures import (
+    activation_name,
+    has_known_layers,
+    has_plain_layers,
+    layer_windows,
+)
 from swiftgen.models.libraries import library_of
 from swiftgen.system.devices import device_name
 from swiftgen.system.errors import SwiftgenError
@@ -121,6 +126,7 @@ def arithmetic_of(
     dense = "packed" if can_pack(device, dtype) else "plain"
     kinds = {_quantised(backend): True in stays_packed, dense: stays_packed != {True}}
     linears = " and ".join(kind for kind, is_there in kinds.items() if is_there)
-    is_fused = has_plain_layers(config)
-    is_native = kernels is not None and is_fused and not has_windows and is_silu(ACT2FN[config.hidden_act])
+    activation = ACT2FN[activation_name(config)]
+    is_native = kernels is not None and has_known_layers(config) and native_activation(activation) is not None
+    is_fused = is_native or has_plain_layers(config)
     return Arithmetic(device, dtype, backend, linears, has_windows, is_fused, is_native).described()

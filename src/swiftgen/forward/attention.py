@@ -39,7 +39,7 @@ class TreePass(TorchPass):
 
     Args:
         seen: For each layer what its rows attend to (it gets their keys and values), and the mask of tail
-            and edge, from `tree_mask` or `window_mask`: 0 where a row sees a key, -inf elsewhere.
+            and edge, additive, float64 `[1, group * T, keys]`: 0 where a row sees a key, -inf elsewhere.
         prefix_kernel: How the prefix is computed on this device.
     """
 
@@ -53,14 +53,12 @@ class TreePass(TorchPass):
         """See `TorchPass`."""
         num_kv_heads, num_rows, head_dim = k.shape
         view, mask = self._seen[layer]
+        layer = view.layers.index(layer)
         keys, values = view.tail_keys[layer], view.tail_values[layer]
         keys[:, -num_rows:], values[:, -num_rows:] = k, v
         self._queries.append(q.view(num_kv_heads, -1, num_rows, head_dim))
 
-        if view.edge_keys is not None and view.edge_values is not None:
-            keys = torch.cat([view.edge_keys[layer], keys], dim=1)
-            values = torch.cat([view.edge_values[layer], values], dim=1)
-        keys, values = keys.double(), values.double()
+        keys, values = (tensor.double() for tensor in view.tail_with_edge(layer))
         scores = tail_scores(q, keys, mask, scaling, softcap)
         if not view.prefix_keys.shape[2]:
             merged = torch.bmm(torch.softmax(scores, dim=-1), values)
@@ -75,23 +73,18 @@ class TreePass(TorchPass):
         return merged.to(q.dtype).view(-1, num_rows, head_dim)
 
 
-def tree_mask(visible: Tensor, num_tail_tokens: int, group: int) -> Tensor:
-    """Additive float64 mask `[1, group * T, num_tail_tokens + rows]` from the visibility, bool `[T, rows]`.
-
-    It is repeated for the query heads of a KV head, which attend together.
-    """
-    return _additive(torch.nn.functional.pad(visible, (num_tail_tokens, 0), value=True), group)
-
-
-def window_mask(view: CacheView, visible: Tensor, positions: Tensor, window: int, group: int) -> Tensor:
-    """The same for layers with a sliding window, for the keys of edge and tail.
+def seen_keys(view: CacheView, visible: Tensor, positions: Tensor, window: int | None) -> Tensor:
+    """Which keys of edge and tail each row sees, bool `[T, keys]`.
 
     Args:
         view: Of this window.
         visible, positions: See `new_tree_pass`.
-        window: A row sees the keys less than this many tokens before it.
+        window: A row sees the keys less than this many tokens before it, or all.
     """
     num_rows_so_far = visible.shape[1]
+    if window is None:
+        num_committed = view.tail_keys.shape[2] - num_rows_so_far
+        return torch.nn.functional.pad(visible, (num_committed, 0), value=True)
     num_edge = 0 if view.edge_keys is None else view.edge_keys.shape[2]
     num_committed = view.tail_keys.shape[2] - num_rows_so_far
     edge = torch.arange(num_edge) + view.edge_begin
@@ -99,7 +92,7 @@ def window_mask(view: CacheView, visible: Tensor, positions: Tensor, window: int
     oldest = positions[num_rows_so_far - len(visible) :].unsqueeze(1) - window + 1  # [T, 1]
     near = torch.cat([edge, committed, positions]) >= oldest
     near[:, num_edge + num_committed :] &= visible
-    return _additive(near, group)
+    return near
 
 
 def new_tree_pass(
@@ -122,15 +115,13 @@ def new_tree_pass(
     seen: dict[int | None, tuple[CacheView, Tensor]] = {}
     for window in dict.fromkeys(windows):
         view = cache.view(num_rows, num_so_far - num_rows, window)
-        if window is None:
-            mask = tree_mask(visible, view.tail_keys.shape[2] - num_so_far, group)
-        else:
-            mask = window_mask(view, visible, positions, window, group)
+        mask = _additive(seen_keys(view, visible, positions, window), group)
         seen[window] = view, send(mask, view.tail_keys.device)
     return TreePass([seen[window] for window in windows], kernel)
 
 
 def _additive(seen: Tensor, group: int) -> Tensor:
+    """A mask, repeated for the query heads of a KV head, which attend together."""
     mask = torch.zeros(seen.shape, dtype=torch.float64).masked_fill_(~seen, float("-inf"))
     return mask.repeat(group, 1).unsqueeze(0)
 

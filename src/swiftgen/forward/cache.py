@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -20,6 +20,14 @@ BLOCK_TOKENS = 128
 """Block size B: the prefix of a pass ends at the last multiple of B below its root."""
 MAX_DRAFT_ROWS = BLOCK_TOKENS + 16
 """Of the draft passes of one step, padding included."""
+
+
+_SLACK_TOKENS = 8 * BLOCK_TOKENS  # written to a layer with a sliding window before its keys are moved
+
+
+def sliding_room(window: int | None, num_tokens: int) -> int:
+    """Tokens of a text that layers with this window have room for."""
+    return num_tokens if window is None else min(num_tokens, window + _SLACK_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,14 @@ class CacheShape:
         """One window for each layer."""
         return self.windows or (None,) * self.num_layers
 
+    def layers_of(self, window: int | None) -> list[int]:
+        """The layers with this window, in order."""
+        return [layer for layer, own in enumerate(self.layer_windows) if own == window]
+
+    def of_window(self, window: int | None) -> CacheShape:
+        """That of a cache for the layers with this window alone."""
+        return replace(self, num_layers=len(self.layers_of(window)), windows=())
+
     def empty(self, num_tokens: int, spare_tokens: int = 0) -> Tensor:
         """Uninitialised `[num_layers, num_kv_heads, num_tokens, head_dim]`.
 
@@ -56,7 +72,9 @@ class CacheShape:
 
 @dataclass(frozen=True)
 class CacheView:
-    """What the rows of a pass attend to; all tensors `[num_layers, num_kv_heads, keys, head_dim]`.
+    """What the rows of a pass attend to; all tensors `[layers, num_kv_heads, keys, head_dim]`.
+
+    Layers are those that share a cache: all with the same window.
 
     The prefix is seen by every row; the tail under the mask of the pass. The last keys and values of the
     tail are the rows' own: the pass writes them before it attends.
@@ -67,6 +85,7 @@ class CacheView:
     Attributes:
         edge_keys, edge_values: None where there is no edge.
         edge_begin, tail_begin: Positions of the first key of the edge and of the tail.
+        layers: Of the model; the tensors hold them in this order.
     """
 
     prefix_keys: Tensor
@@ -77,6 +96,14 @@ class CacheView:
     edge_values: Tensor | None = None
     edge_begin: int = 0
     tail_begin: int = 0
+    layers: Sequence[int] = ()
+
+    def tail_with_edge(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of edge and tail of one of its layers, `[num_kv_heads, keys, head_dim]`."""
+        keys, values = self.tail_keys[layer], self.tail_values[layer]
+        if self.edge_keys is None or self.edge_values is None:
+            return keys, values
+        return torch.cat([self.edge_keys[layer], keys], 1), torch.cat([self.edge_values[layer], values], 1)
 
 
 class KVCache(Protocol):
@@ -96,26 +123,84 @@ class KVCache(Protocol):
         ...
 
 
+class KeyStore:
+    """Keys and values of the layers with one window, at the end of a text or of all of it.
+
+    Attributes:
+        keys, values: `[layers, num_kv_heads, room, head_dim]`.
+        begin: Position of the first key, a multiple of a block: so a key lies in memory at the same distance
+            from the last aligned address wherever it is moved, and kernels treat it alike.
+    """
+
+    def __init__(self, shape: CacheShape, room: int, window: int | None, layers: Sequence[int]) -> None:
+        self._shape, self._window, self.layers = shape, window, layers
+        self.begin = 0
+        self.keys, self.values = shape.empty(room, SPAN_TOKENS), shape.empty(room, SPAN_TOKENS)
+
+    def make_room(self, split: int, used: int, end: int) -> None:
+        """Have room for keys up to `end`; of those before `used` keep what rows from `split` on see."""
+        if end - self.begin <= self.keys.shape[2]:
+            return
+        assert self._window is not None, "no room for the rows of a pass"
+        oldest = max(0, split + 1 - self._window) // BLOCK_TOKENS * BLOCK_TOKENS
+        room = max(self.keys.shape[2], end - oldest)
+        self.keys, self.values = (
+            self._moved(tensor, slice(oldest - self.begin, used - self.begin), room)
+            for tensor in (self.keys, self.values)
+        )
+        self.begin = oldest
+
+    def _moved(self, tensor: Tensor, kept: slice, room: int) -> Tensor:
+        numbers = tensor[:, :, kept].clone()
+        if room > tensor.shape[2]:
+            with torch.inference_mode(mode=False):  # it outlives the pass
+                tensor = self._shape.empty(room, SPAN_TOKENS)
+        tensor[:, :, : numbers.shape[2]] = numbers
+        return tensor
+
+    def between(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of these positions."""
+        kept = slice(begin - self.begin, end - self.begin)
+        return self.keys[:, :, kept], self.values[:, :, kept]
+
+
 class FullCache:
-    """Keys and values of the whole context, allocated once.
+    """Keys and values of the whole context, allocated once; in layers with a sliding window of its end.
 
     Rows of a pass are written behind the committed tokens; `commit` keeps the accepted ones. The prefix
     ends at a block boundary, so it is the same for a position whatever was drafted around it.
 
     Args:
         capacity: Tokens, including room for the rows of the largest pass.
+
+    Attributes:
+        stores: By window.
+        keys, values: Of the layers that see all.
     """
 
     def __init__(self, shape: CacheShape, capacity: int) -> None:
-        self.keys = shape.empty(capacity, SPAN_TOKENS)
-        self.values = shape.empty(capacity, SPAN_TOKENS)
+        self.stores = {
+            window: KeyStore(
+                shape.of_window(window), sliding_room(window, capacity), window, shape.layers_of(window)
+            )
+            for window in dict.fromkeys((None, *shape.layer_windows))
+        }
+        self.keys, self.values = self.stores[None].keys, self.stores[None].values
         self.capacity = capacity
         self.length = 0
 
     @property
     def num_bytes(self) -> int:
         """Bytes allocated for keys and values."""
-        return 2 * self.keys.numel() * self.keys.element_size()
+        return sum(2 * store.keys.numel() * store.keys.element_size() for store in self.stores.values())
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of what has been committed and is kept."""
+        return sum(
+            2 * (self.length - store.begin) * store.keys[:, :, :1].numel() * store.keys.element_size()
+            for store in self.stores.values()
+        )
 
     @property
     def num_prefix_tokens(self) -> int:
@@ -133,30 +218,34 @@ class FullCache:
         All rows of a pass lie in the block after the prefix. So where its window begins and where its edge
         ends depends on the block alone, like the prefix itself.
         """
-        split, end = self.num_prefix_tokens, self.length + first_row + num_rows
+        split, used = self.num_prefix_tokens, self.length + first_row
+        end = used + num_rows
         assert end <= self.capacity, "no room for the rows of a pass"
+        store = self.stores.get(window, self.stores[None])
+        store.make_room(split, used, end)
         begin = edge = 0
         if window is not None:
             begin = max(0, split + 1 - window)  # what the first row of the block sees
             edge = min(split, max(0, split + BLOCK_TOKENS - window))  # and the last
+        edge_keys, edge_values = store.between(begin, edge) if edge > begin else (None, None)
         return CacheView(
-            self.keys[:, :, edge:split],
-            self.values[:, :, edge:split],
-            self.keys[:, :, split:end],
-            self.values[:, :, split:end],
-            self.keys[:, :, begin:edge] if edge > begin else None,
-            self.values[:, :, begin:edge] if edge > begin else None,
-            begin,
-            split,
+            *store.between(edge, split),
+            *store.between(split, end),
+            edge_keys=edge_keys,
+            edge_values=edge_values,
+            edge_begin=begin,
+            tail_begin=split,
+            layers=store.layers,
         )
 
     def commit(self, rows: Sequence[int]) -> None:
         """Keep these rows of the last tree, in this order, and drop the others."""
         begin, end = self.length, self.length + len(rows)
         if list(rows) != list(range(len(rows))):
-            index = send(torch.tensor(rows) + begin, self.keys.device)
-            self.keys[:, :, begin:end] = self.keys.index_select(2, index)
-            self.values[:, :, begin:end] = self.values.index_select(2, index)
+            for store in self.stores.values():
+                index = send(torch.tensor(rows) + (begin - store.begin), self.keys.device)
+                for tensor in (store.keys, store.values):
+                    tensor[:, :, begin - store.begin : end - store.begin] = tensor.index_select(2, index)
         self.length = end
 
 
@@ -178,18 +267,21 @@ class PartialCache:
     num_tail_tokens = 0  # the tail of a draft pass is what is drafted
 
     def __init__(self, shape: CacheShape, budget: int, num_sinks: int, by_importance: bool = True) -> None:
-        self._shape = shape
-        self.keys = shape.empty(budget, SPAN_TOKENS)
-        self.values = shape.empty(budget, SPAN_TOKENS)
+        seeing_all = shape.of_window(None)
+        self.keys = seeing_all.empty(budget, SPAN_TOKENS)
+        self.values = seeing_all.empty(budget, SPAN_TOKENS)
         self.budget = budget
         self.num_sinks = min(num_sinks, budget - 1)
         self.by_importance = by_importance
         self.length = 0
-        self._drafted = shape.empty(MAX_DRAFT_ROWS), shape.empty(MAX_DRAFT_ROWS)
+        self._drafted = {
+            window: [shape.of_window(window).empty(MAX_DRAFT_ROWS) for _ in range(2)]
+            for window in dict.fromkeys((None, *shape.layer_windows))
+        }
         self.num_selections = 0
         self._victims: list[int] = []  # slots to overwrite, next one last
         self._full: FullCache | None = None  # the cache that is followed
-        self._layers = [layer for layer, window in enumerate(shape.layer_windows) if window is None]
+        self._layers = shape.layers_of(None)
 
     @property
     def num_bytes(self) -> int:
@@ -200,13 +292,14 @@ class PartialCache:
         """The selection is the prefix; the rows of the tree so far are the whole tail."""
         end = first_row + num_rows
         assert end <= MAX_DRAFT_ROWS, "no room for the rows of a draft pass"
-        rows = self._drafted[0][:, :, :end], self._drafted[1][:, :, :end]
+        drafted = self._drafted.get(window, self._drafted[None])
+        keys, values = (tensor[:, :, :end] for tensor in drafted)
         if window is None or self._full is None:
-            return CacheView(self.keys[:, :, : self.length], self.values[:, :, : self.length], *rows)
-        length = self._full.length
+            selected = self.keys[:, :, : self.length], self.values[:, :, : self.length]
+            return CacheView(*selected, keys, values, layers=self._layers)
+        length, store = self._full.length, self._full.stores.get(window, self._full.stores[None])
         begin = max(0, length - min(window - 1, self.budget))
-        keys, values = self._full.keys[:, :, begin:length], self._full.values[:, :, begin:length]
-        return CacheView(keys, values, *rows, tail_begin=length)
+        return CacheView(*store.between(begin, length), keys, values, tail_begin=length, layers=store.layers)
 
     def update(self, full: FullCache, begin: int, queries: Tensor) -> None:
         """Follow the full cache, which has grown from `begin` to its present length.
@@ -234,11 +327,11 @@ class PartialCache:
     def select(self, full: FullCache, queries: Tensor) -> None:
         """Choose anew which tokens of the full cache to keep."""
         self.length = min(full.length, self.budget)
-        for layer in self._layers:
-            chosen = self._choose(full.keys[layer, :, : full.length], queries[layer])  # [heads, kept]
+        for place, layer in enumerate(self._layers):
+            chosen = self._choose(full.keys[place, :, : full.length], queries[layer])  # [heads, kept]
             gather = chosen.unsqueeze(-1).expand(-1, -1, self.keys.shape[-1])
-            self.keys[layer, :, : self.length] = full.keys[layer].gather(1, gather)
-            self.values[layer, :, : self.length] = full.values[layer].gather(1, gather)
+            self.keys[place, :, : self.length] = full.keys[place].gather(1, gather)
+            self.values[place, :, : self.length] = full.values[place].gather(1, gather)
         order = range(self.num_sinks, self.length)
         self._victims = list(order if self.by_importance else reversed(order))
         self.num_selections += 1

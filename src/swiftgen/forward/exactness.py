@@ -209,7 +209,8 @@ def _siblings(target: Target, tokens: Sequence[int], size: int, cache: FullCache
 
 def _row(logits: Tensor, hidden: Tensor, cache: FullCache, row: int) -> list[Tensor]:
     slot = cache.length + row
-    return [hidden[row], logits[row], cache.keys[:, :, slot].clone(), cache.values[:, :, slot].clone()]
+    own = (part.clone() for store in cache.stores.values() for part in store.between(slot, slot + 1))
+    return [hidden[row], logits[row], *own]
 
 
 def _noise_cache(target: Target) -> FullCache:
@@ -218,8 +219,9 @@ def _noise_cache(target: Target) -> FullCache:
     num_tokens = _CONTEXT_TOKENS + longest - longest % BLOCK_TOKENS  # beyond every sliding window
     cache = FullCache(shape, num_tokens + 1 + CANDIDATE_SIZES[-1])
     generator = torch.Generator().manual_seed(0)
-    for tensor in (cache.keys, cache.values):
-        noise = torch.randn(tensor[:, :, :num_tokens].shape, generator=generator)
-        tensor[:, :, :num_tokens] = noise.to(tensor)
     cache.length = num_tokens
+    for window, store in cache.stores.items():
+        cache.view(1, 0, window)
+        for tensor in store.between(store.begin, num_tokens):
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
     return cache

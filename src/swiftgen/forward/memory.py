@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from swiftgen.forward.cache import sliding_room
 from swiftgen.forward.spans import SPAN_TOKENS
-from swiftgen.models.architectures import head_dim
+from swiftgen.models.architectures import head_dim, layer_windows
 from swiftgen.models.tensor_parallel import num_kv_heads
 from swiftgen.system.devices import free_bytes
 from swiftgen.system.errors import SwiftgenError
@@ -34,6 +35,7 @@ class MemoryEstimate:
 
     Attributes:
         kv_bytes: the full KV cache of `num_tokens`, prompt and text.
+        sliding_bytes: what it has for layers with a sliding window, however long the text.
         draft_bytes: its room for the widest tree (`tree_rows` rows), and the cache of the draft pass.
         work_bytes: everything else.
     """
@@ -44,10 +46,11 @@ class MemoryEstimate:
     num_tokens: int
     draft_bytes: int = 0
     tree_rows: int = 0
+    sliding_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        return self.weights_bytes + self.kv_bytes + self.draft_bytes + self.work_bytes
+        return self.weights_bytes + self.kv_bytes + self.sliding_bytes + self.draft_bytes + self.work_bytes
 
 
 def estimate_memory(
@@ -71,7 +74,8 @@ def estimate_memory(
         draft_tokens: in the partial cache of the draft pass.
         on_gpu: whether it runs on a GPU, which is fast and spends memory on it.
     """
-    kv_per_token = 2 * config.num_hidden_layers * num_kv_heads(config) * head_dim(config) * dtype.itemsize
+    windows = layer_windows(config)
+    per_layer = 2 * num_kv_heads(config) * head_dim(config) * dtype.itemsize
     activation_bytes = _WORK_ROWS * (3 * config.intermediate_size + 8 * config.hidden_size) * 4
     if on_gpu:
         work_bytes = _gpu_work_bytes(config, num_tokens, dtype)
@@ -79,11 +83,12 @@ def estimate_memory(
         work_bytes = _WORK_ROWS * config.vocab_size * (4 + 4 + 4 + 8) + _RUNTIME_BYTES
     return MemoryEstimate(
         weights_bytes=num_params_bytes,
-        kv_bytes=kv_per_token * num_tokens,
+        kv_bytes=per_layer * windows.count(None) * num_tokens,
         work_bytes=work_bytes + activation_bytes,
         num_tokens=num_tokens,
-        draft_bytes=kv_per_token * (tree_rows + draft_tokens),
+        draft_bytes=per_layer * (len(windows) * tree_rows + windows.count(None) * draft_tokens),
         tree_rows=tree_rows,
+        sliding_bytes=per_layer * sum(sliding_room(window, num_tokens) for window in windows if window),
     )
 
 
@@ -108,7 +113,8 @@ def check_memory(estimate: MemoryEstimate, device: torch.device | str) -> None:
     where = f"GPU memory on {device}" if device.type == "cuda" else "memory"
     message = (
         f"this needs {_gib(estimate.total_bytes)} GiB (weights {_gib(estimate.weights_bytes)}, KV cache of "
-        f"{estimate.num_tokens:,} tokens {_gib(estimate.kv_bytes)}, {_drafts(estimate)}"
+        f"{estimate.num_tokens:,} tokens {_gib(estimate.kv_bytes + estimate.sliding_bytes)}, "
+        f"{_drafts(estimate)}"
         f"work {_gib(estimate.work_bytes)}), "
         f"but only {_gib(free)} GiB of {where} are free"
     )
@@ -129,7 +135,8 @@ def fitting_tokens(estimate: MemoryEstimate, free: int) -> int:
     0 or less if not even the weights fit.
     """
     per_token = max(1, estimate.kv_bytes // max(1, estimate.num_tokens))
-    return (free - estimate.weights_bytes - estimate.draft_bytes - estimate.work_bytes) // per_token
+    fixed = estimate.total_bytes - estimate.kv_bytes
+    return (free - fixed) // per_token
 
 
 def check_length(prompt_tokens: int, num_tokens: int, max_positions: int, long_context: str) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from swiftgen.forward.layers import NativeLayer
 from swiftgen.forward.linear import QuantisedLinear
+from swiftgen.forward.native_layer import NativeLayer, described_norm
+from swiftgen.models.architectures import embedding_multiplier
 from swiftgen.models.gguf_weights import table_of
 from swiftgen.native.structs import Model, Product
 
@@ -27,7 +28,8 @@ def native_model(base: Any, norm: Any, lm_head: nn.Module) -> Model | None:
     if table is None:
         return None
     embedding, scale = table
-    return Model(described, embedding, (norm.weight, norm.variance_epsilon), lm_head.product, scale)
+    scale *= embedding_multiplier(base.config)
+    return Model(described, embedding, described_norm(base.config, norm), lm_head.product, scale)
 
 
 def drafting_model(model: Model, lm_head: Product | None) -> Model:

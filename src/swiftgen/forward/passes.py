@@ -7,7 +7,7 @@ shapes that follow the text (`attention`) or static ones (`static_pass`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -19,7 +19,9 @@ from torch.nn.functional import rms_norm
 from swiftgen.native import structs
 
 Rotary = tuple[Tensor, Tensor]
-"""Cosine and signed sine of the rows, `[T, 1, D]` each, see `layers.SignedRotary`."""
+"""Cosine and signed sine of the rows, `[T, 1, D]` each, see `rotary.SignedRotary`."""
+Rotaries = Mapping[str | None, Rotary]
+"""Those of each kind of layer that has its own, see `architectures.layer_rotaries`."""
 
 
 @dataclass(frozen=True)
@@ -30,17 +32,20 @@ class Heads:
         num_heads, num_kv_heads: H query heads, Hkv heads of keys and values.
         scaling: Factor of the scores.
         norms: Weights `[D]` of the RMSNorms of query and key heads, and their epsilon.
+        cap: See `attention.PrefixKernel`.
     """
 
     num_heads: int
     num_kv_heads: int
     scaling: float
     norms: tuple[Tensor, Tensor, float] | None = None
+    cap: float = 0.0
 
     @cached_property
     def described(self) -> structs.Heads:
         """For the native kernels."""
-        return structs.Heads(self.scaling, self.norms)
+        q, k, eps = self.norms or (None, None, 0.0)
+        return structs.Heads(structs.Norm(q, eps), structs.Norm(k, eps), self.scaling, self.cap)
 
 
 class Pass(Protocol):

@@ -17,18 +17,25 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from swiftgen.forward.arithmetic import Arithmetic, kinds_of_linears
-from swiftgen.forward.attention import new_tree_pass, use_tree_attention
+from swiftgen.forward.attention import new_tree_pass, seen_keys, use_tree_attention
 from swiftgen.forward.backend import Backend
 from swiftgen.forward.cache import BLOCK_TOKENS, CacheShape, FullCache, KVCache
 from swiftgen.forward.experts import use_independent_experts
-from swiftgen.forward.layers import NativeLayer, fuse_layers
 from swiftgen.forward.linear import MakeLinear, linear_maker, replace_linears
+from swiftgen.forward.native_layer import NativeLayer, fuse_layers
 from swiftgen.forward.native_model import drafting_model, native_model
-from swiftgen.forward.native_pass import NativePass
+from swiftgen.forward.native_pass import NativePass, layer_kinds
 from swiftgen.forward.passes import Pass, PassOutput
 from swiftgen.forward.static_pass import StaticPass, StaticPasses
 from swiftgen.forward.tree import DraftTree
-from swiftgen.models.architectures import head_dim, layer_windows, logits_rule, take_final_norm
+from swiftgen.models.architectures import (
+    embedding_multiplier,
+    head_dim,
+    layer_rotaries,
+    layer_windows,
+    logits_rule,
+    take_final_norm,
+)
 from swiftgen.models.gguf_weights import device_of
 from swiftgen.models.tensor_parallel import num_kv_heads
 from swiftgen.native.structs import Product
@@ -67,6 +74,7 @@ class Target:
         self._base: nn.Module = model.base_model
         self._norm = take_final_norm(self._base)
         self.windows = layer_windows(self.config)
+        self._kinds = layer_kinds(self.windows, layer_rotaries(self.config))
         self.pass_sizes: tuple[int, ...] = (BLOCK_TOKENS,)
         self.finish_logits = logits_rule(self.config)
         self._group = self.config.num_attention_heads // self.config.num_key_value_heads
@@ -80,9 +88,7 @@ class Target:
 
     def _take_over_layers(self, make_linear: MakeLinear) -> Arithmetic:
         """Let the layers compute our way, and say which it is."""
-        has_windows, kernels = any(self.windows), self._backend.kernels
-        for_layers = None if has_windows else kernels  # their rows see all keys
-        is_fused = fuse_layers(self._base, head_dim(self.config), make_linear, for_layers)
+        is_fused = fuse_layers(self._base, make_linear, self._backend.kernels)
         if not is_fused:
             replace_linears(self._base, make_linear)
         layers: Any = self._base.layers
@@ -91,7 +97,7 @@ class Target:
             self.dtype,
             self._backend,
             kinds_of_linears(self._base, self._backend),
-            has_windows,
+            any(self.windows),
             is_fused,
             is_native=isinstance(layers[0], NativeLayer),
         )
@@ -102,7 +108,8 @@ class Target:
 
     def with_windows(self, windows: Sequence[int | None]) -> Target:
         """The same target with other sliding windows of its layers."""
-        return self._with(windows=tuple(windows))
+        kinds = layer_kinds(windows, layer_rotaries(self.config))
+        return self._with(windows=tuple(windows), _kinds=kinds)
 
     def drafting(self, lm_head: Product | None = None, num_columns: int | None = None) -> Target:
         """The same target as it drafts: need not be exact, but quick.
@@ -241,12 +248,14 @@ class Target:
             return hidden
         # What the model's own `forward` does, without the checks and masks that take a millisecond.
         if self._native and isinstance(tree_pass, NativePass) and tree_pass.has_all_layers:
-            rotary = base.rotary_emb(self._norm.weight, positions)
-            return tree_pass.run(self._native, token_ids[0], rotary).unsqueeze(0)
+            rotaries = base.rotary_emb(self._norm.weight, positions)
+            return tree_pass.run(self._native, token_ids[0], rotaries).unsqueeze(0)
         hidden = base.embed_tokens(token_ids)
-        rotary = base.rotary_emb(hidden, positions)
+        if (factor := embedding_multiplier(self.config)) != 1:
+            hidden = hidden * factor
+        rotaries = base.rotary_emb(hidden, positions)
         for layer in base.layers:
-            hidden = layer(hidden, position_embeddings=rotary, tree_pass=tree_pass)
+            hidden = layer(hidden, position_embeddings=rotaries, tree_pass=tree_pass)
         return hidden
 
     def _new_pass(self, cache: KVCache, visible: Tensor, positions: Tensor, is_prefill: bool) -> Pass:
@@ -254,9 +263,13 @@ class Target:
         backend = self._backend
         if self._arithmetic.is_native and backend.kernels:
             num_rows, num_so_far = visible.shape
-            view = cache.view(num_rows, num_so_far - num_rows)
-            num_heads, is_draft = self.config.num_attention_heads, self.is_drafting
-            return NativePass(backend.kernels, view, visible, num_heads, is_prefill, is_draft)
+            kinds, num_heads = self._kinds, self.config.num_attention_heads
+            views = [cache.view(num_rows, num_so_far - num_rows, window) for window in kinds.windows]
+            seen = [
+                seen_keys(view, visible, positions, window)
+                for view, window in zip(views, kinds.windows, strict=True)
+            ]
+            return NativePass(backend.kernels, kinds, views, seen, num_heads, is_prefill, self.is_drafting)
         return new_tree_pass(cache, self.windows, visible, positions, self._group, backend.prefix)
 
     def normed(self, hidden: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from swiftgen.system.errors import SwiftgenError
 
@@ -21,28 +21,31 @@ class Family:
         class_name: The transformers class that writes text with it.
         slides_throughout: Whether all its layers have the sliding window of its config, whatever
             `layer_types` says.
-        has_plain_layers: Whether its layers compute what those of Llama do, so that they can be fused:
-            others have the same parts and scale a sum, or leave RoPE out.
+        layers: What its layers compute. "plain" ones do what those of Llama do; "varied" ones have the same
+            parts, and in the places that the native kernels know other norms, factors, caps and angles;
+            "other" ones are run as they are.
+        has_centred_norms: Whether the weights of its norms are what is added to 1.
     """
 
     class_name: str
     slides_throughout: bool = False
-    has_plain_layers: bool = False
+    layers: Literal["plain", "varied", "other"] = "other"
+    has_centred_norms: bool = False
 
 
 FAMILIES = {
-    "gemma2": Family("Gemma2ForCausalLM"),
-    "gemma3_text": Family("Gemma3ForCausalLM"),
-    "granite": Family("GraniteForCausalLM"),
-    "llama": Family("LlamaForCausalLM", has_plain_layers=True),
-    "mistral": Family("MistralForCausalLM", slides_throughout=True, has_plain_layers=True),
+    "gemma2": Family("Gemma2ForCausalLM", layers="varied", has_centred_norms=True),
+    "gemma3_text": Family("Gemma3ForCausalLM", layers="varied", has_centred_norms=True),
+    "granite": Family("GraniteForCausalLM", layers="varied"),
+    "llama": Family("LlamaForCausalLM", layers="plain"),
+    "mistral": Family("MistralForCausalLM", slides_throughout=True, layers="plain"),
     "mixtral": Family("MixtralForCausalLM", slides_throughout=True),
-    "olmo2": Family("Olmo2ForCausalLM"),
-    "phi3": Family("Phi3ForCausalLM", slides_throughout=True),
-    "qwen2": Family("Qwen2ForCausalLM", has_plain_layers=True),
-    "qwen3": Family("Qwen3ForCausalLM", has_plain_layers=True),
+    "olmo2": Family("Olmo2ForCausalLM", layers="varied"),
+    "phi3": Family("Phi3ForCausalLM", slides_throughout=True, layers="varied"),
+    "qwen2": Family("Qwen2ForCausalLM", layers="plain"),
+    "qwen3": Family("Qwen3ForCausalLM", layers="plain"),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", slides_throughout=True),
-    "smollm3": Family("SmolLM3ForCausalLM"),
+    "smollm3": Family("SmolLM3ForCausalLM", layers="varied"),
 }
 """By `model_type`, those whose tests compare them with transformers; others are compared when loaded."""
 _ADVICE = f"Supported are {', '.join(FAMILIES)}."
@@ -119,10 +122,45 @@ def layer_windows(config: PretrainedConfig) -> tuple[int | None, ...]:
     return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds[:num_layers])
 
 
+def layer_rotaries(config: PretrainedConfig) -> tuple[str | None, ...]:
+    """The angles that turn the heads of each layer: of a type of layers, the only ones (""), or none."""
+    num_layers = int(config.num_hidden_layers)
+    rope = getattr(config, "rope_parameters", None) or {}
+    turned = (getattr(config, "no_rope_layers", None) or [1] * num_layers)[:num_layers]
+    has_types = any(isinstance(rules, Mapping) for rules in rope.values())
+    kinds = config.layer_types[:num_layers] if has_types else [""] * num_layers
+    return tuple(kind if is_turned else None for kind, is_turned in zip(kinds, turned, strict=True))
+
+
 def has_plain_layers(config: PretrainedConfig) -> bool:
-    """See `Family`; of a family without a record, whether it is run by the class of one that has them."""
-    name = _class_name(config.model_type)
-    return any(family.has_plain_layers and family.class_name == name for family in FAMILIES.values())
+    """See `Family`."""
+    return _record(config).layers == "plain"
+
+
+def has_known_layers(config: PretrainedConfig) -> bool:
+    """Whether its layers have the parts of Llama's, see `Family`."""
+    return _record(config).layers != "other"
+
+
+def activation_name(config: PretrainedConfig) -> str:
+    """Of the gates of the MLPs."""
+    return str(getattr(config, "hidden_activation", None) or config.hidden_act)
+
+
+def norm_weight(config: PretrainedConfig, norm: Any) -> Tensor:
+    """What an RMSNorm of the model multiplies with, `[width]`; float32 where it has to be made."""
+    weight: Tensor = norm.weight
+    return 1 + weight.float() if _record(config).has_centred_norms else weight
+
+
+def norm_eps(norm: Any) -> float:
+    """Of an RMSNorm of a model."""
+    return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
+
+
+def embedding_multiplier(config: PretrainedConfig) -> float:
+    """What a model multiplies its embeddings with, beyond what the embedding itself does (Granite)."""
+    return float(getattr(config, "embedding_multiplier", 1.0))
 
 
 def take_final_norm(base: Any) -> nn.Module:
@@ -154,6 +192,13 @@ def logits_rule(config: PretrainedConfig) -> Callable[[Tensor], Tensor]:
         return logits * factor if factor else logits
 
     return rule
+
+
+def _record(config: PretrainedConfig) -> Family:
+    """Of a family without one, that of a family which is run by the same class."""
+    name = _class_name(config.model_type)
+    found = (family for family in FAMILIES.values() if family.class_name == name)
+    return next(found, Family(name or ""))
 
 
 def _class_name(family: object) -> str | None:

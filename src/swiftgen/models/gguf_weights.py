@@ -38,15 +38,15 @@ class PackedEmbedding(nn.Module):
 
     def __init__(self, weight: PackedWeight, kernels: Kernels, dtype: torch.dtype, scale: float) -> None:
         super().__init__()
-        self.packed, self.scale = weight, scale
+        self.packed, self.rounded_scale = weight, float(torch.tensor(scale, dtype=dtype))
         self._kernels, self._dtype = kernels, dtype
         self.num_embeddings, self.embedding_dim = weight.out_features, weight.in_features
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """int64 `[...]` -> `[..., hidden]`."""
         rows = self._kernels.unpack(self.packed, token_ids.reshape(-1)).to(self._dtype)
-        if self.scale != 1.0:
-            rows = rows * torch.tensor(self.scale, dtype=self._dtype)
+        if self.rounded_scale != 1.0:
+            rows = rows * self.rounded_scale
         return rows.view(*token_ids.shape, -1)
 
 
@@ -127,10 +127,14 @@ def device_of(model: nn.Module) -> torch.device:
 def table_of(embedding: nn.Module) -> tuple[Tensor | PackedWeight, float] | None:
     """The rows of an embedding and their factor; None if it looks them up in a way of its own."""
     if isinstance(embedding, PackedEmbedding):
-        return embedding.packed, embedding.scale
+        return embedding.packed, embedding.rounded_scale
     # A weight of another type is spread over ranks.
-    is_plain = type(embedding) is nn.Embedding and type(embedding.weight) is nn.Parameter
-    return (cast(Tensor, embedding.weight), 1.0) if is_plain else None
+    if not (isinstance(embedding, nn.Embedding) and type(embedding.weight) is nn.Parameter):
+        return None
+    scale = getattr(embedding, "embed_scale", None)
+    if type(embedding) is not nn.Embedding and scale is None:
+        return None
+    return embedding.weight, 1.0 if scale is None else float(scale.to(embedding.weight.dtype))
 
 
 def attach(linear: nn.Linear, weights: Sequence[PackedWeight]) -> None:

@@ -79,8 +79,8 @@ inline void add_values(const float* weights, int stride, const T* values, int nu
 
 // Adds `num` keys, at most KEY_BLOCK, to a partial result of R rows. `largest` and `weight` are [R], `values` [R][head_dim].
 template <int R, int HEAD_DIM, class T>
-void add_block(const T* keys, const T* values, int num, const float* queries, int head_dim, float* largest, float* weight,
-               float* out) {
+void add_block(const T* keys, const T* values, int num, const float* queries, int head_dim, float cap, float* largest,
+               float* weight, float* out) {
     alignas(64) float scores[R * KEY_BLOCK];
     int j = 0;
     for (; j + LANES <= num; j += LANES)
@@ -93,6 +93,7 @@ void add_block(const T* keys, const T* values, int num, const float* queries, in
     }
     for (int r = 0; r < R; ++r) {
         float* own = scores + r * KEY_BLOCK;
+        if (cap) cap_scores(own, num, 1.0f, cap);
         for (int i = num; i % LANES; ++i) own[i] = NEG_INF;
         vec most = splat(largest[r]), sums = {};
         for (int i = 0; i < num; i += LANES) most = max(most, load(own + i));
@@ -113,7 +114,7 @@ void add_block(const T* keys, const T* values, int num, const float* queries, in
 
 // The same for any number of rows and of keys.
 template <int HEAD_DIM, class T>
-void add_keys_by_rows(const T* keys, const T* values, int count, const float* queries, int rows, int head_dim,
+void add_keys_by_rows(const T* keys, const T* values, int count, const float* queries, int rows, int head_dim, float cap,
                       float* largest, float* weight, float* out) {
     for (int first = 0; first < count; first += KEY_BLOCK) {
         const int num = std::min(KEY_BLOCK, count - first);
@@ -121,7 +122,7 @@ void add_keys_by_rows(const T* keys, const T* values, int count, const float* qu
         int row = 0;
         const auto take = [&](auto number) {
             for (; row + number() <= rows; row += number())
-                add_block<decltype(number)::value, HEAD_DIM>(k, v, num, queries + row * head_dim, head_dim, largest + row, weight + row,
+                add_block<decltype(number)::value, HEAD_DIM>(k, v, num, queries + row * head_dim, head_dim, cap, largest + row, weight + row,
                                     out + row * head_dim);
         };
         if (LANES == 16) take(std::integral_constant<int, 6>{});

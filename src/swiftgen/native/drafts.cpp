@@ -3,6 +3,7 @@
 
 #include "kernels.h"
 #include "products.h"
+#include "rows.h"
 
 namespace {
 
@@ -21,8 +22,8 @@ void advance(const Cell& cell, const T* states, const int64_t* tokens, int rows,
     const auto multiply = [&](const T* x, const Product* w, T* y) {
         swiftgen_multiply(is_bf16, x, w, y, rows, num_threads, scratch.data());
     };
-    const auto norm = [&](const T* x, const void* weight, int half) {
-        swiftgen_rms_norm(is_bf16, x, nullptr, nullptr, weight, cell.eps, normed, rows, hidden);
+    const auto norm = [&](const T* x, const Norm& norm, int half) {
+        swiftgen_rms_norm(is_bf16, x, &norm, normed, rows, hidden);
         for (int row = 0; row < rows; ++row)
             std::memcpy(read + (2l * row + half) * hidden, normed + (long)row * hidden, sizeof(T) * hidden);
     };
@@ -32,9 +33,11 @@ void advance(const Cell& cell, const T* states, const int64_t* tokens, int rows,
     norm(states, cell.state_norm, 0);
     norm(embedded, cell.token_norm, 1);
     multiply(read, cell.gate_up, gate_up);
-    swiftgen_silu_mul(is_bf16, gate_up, gated, rows, width);
+    swiftgen_gate(is_bf16, SILU, gate_up, gated, rows, width);
     multiply(gated, cell.down, delta);
-    swiftgen_rms_norm(is_bf16, states, delta, next, cell.post_norm, cell.eps, normed, rows, hidden);
+    const Norm none = {};
+    swiftgen_add(is_bf16, states, delta, &none, 1.0f, next, rows, hidden);
+    swiftgen_rms_norm(is_bf16, next, &cell.post_norm, normed, rows, hidden);
     multiply(normed, cell.lm_head, outputs);
     for (int row = 0; row < rows; ++row)
         for (int i = 0; i < columns; ++i) logits[(long)row * columns + i] = to_float(outputs[(long)row * out + i]);

@@ -71,11 +71,25 @@ struct Team {
 #pragma omp barrier
     }
 
-    void norm(T* hidden, const T* delta, const void* weight, float eps, T* normed, int width) const {
+    // What a step has made is added to the hidden states, if there is any, and they are normed for the next step.
+    void add_and_norm(T* hidden, const T* delta, Norm of_delta, float scale, Norm next, T* normed, int width) const {
         each_row([&](int row) {
             const long at = (long)row * width;
-            norm_row(hidden + at, delta ? delta + at : nullptr, hidden + at, (const T*)weight, eps, normed + at, width);
+            if (delta) add_row(hidden + at, delta + at, of_delta, scale, hidden + at, width);
+            norm_row(hidden + at, next, normed + at, width);
         });
+    }
+
+    // Norms that go over all query heads, and over all key heads.
+    void norm_heads(const DecoderLayer& l, T* qkv) const {
+        if (!l.q_norm.weight) return;
+        const int queries = pass.num_heads * pass.head_dim, keys = pass.num_kv_heads * pass.head_dim;
+#pragma omp for schedule(static)
+        for (int row = 0; row < rows; ++row) {
+            T* q = qkv + (long)row * l.qkv->out;
+            norm_row(q, l.q_norm, q, queries);
+            norm_row(q + queries, l.k_norm, q + queries, keys);
+        }
     }
 
     void run(const Model& model, const int64_t* tokens, T* hidden, char* memory) const {
@@ -89,27 +103,35 @@ struct Team {
         });
         for (int i = 0; i < num_layers; ++i) {
             const DecoderLayer& l = layers[i];
-            norm(r.hidden, i ? r.delta : nullptr, l.input_norm, l.input_eps, r.normed, width);
+            const DecoderLayer& before = i ? layers[i - 1] : l;
+            add_and_norm(r.hidden, i ? r.delta : nullptr, before.output_norm, before.residual_scale, l.input_norm, r.normed,
+                         width);
             prepare(*l.qkv, is_bf16, r.normed, rows, r.prepared);
             multiply(*l.qkv, r.normed, r.prepared, r.qkv);
+            norm_heads(l, r.qkv);
             swiftgen_attend_together(&pass, &l.heads, i, r.qkv, r.attended);
             prepare(*l.out, is_bf16, r.attended, rows, r.prepared);
             multiply(*l.out, r.attended, r.prepared, r.delta);
-            norm(r.hidden, r.delta, l.mlp_norm, l.mlp_eps, r.normed, width);
+            add_and_norm(r.hidden, r.delta, l.attention_norm, l.residual_scale, l.mlp_norm, r.normed, width);
             prepare(*l.gate_up, is_bf16, r.normed, rows, r.prepared);
             const int first = begin(inner), last = end(inner);
             ::multiply(*l.gate_up, is_bf16, r.normed, r.prepared, r.gate_up, rows, first, last);
             ::multiply(*l.gate_up, is_bf16, r.normed, r.prepared, r.gate_up, rows, inner + first, inner + last);
             for (int row = 0; row < rows; ++row) {
                 const T* gate = r.gate_up + 2l * row * inner;
-                silu_mul(gate + first, gate + inner + first, r.gated + (long)row * inner + first, last - first);
+                gate_row(l.activation, gate + first, gate + inner + first, r.gated + (long)row * inner + first,
+                         last - first);
             }
 #pragma omp barrier
             prepare(*l.down, is_bf16, r.gated, rows, r.prepared);
             multiply(*l.down, r.gated, r.prepared, r.delta);
         }
-        const long first = (long)rows * width * thread / threads, last = (long)rows * width * (thread + 1) / threads;
-        for (long i = first; i < last; ++i) put(hidden + i, to_float(r.hidden[i]) + to_float(r.delta[i]));
+        const DecoderLayer& last = layers[num_layers - 1];
+#pragma omp for schedule(static)
+        for (int row = 0; row < rows; ++row) {
+            const long at = (long)row * width;
+            add_row(r.hidden + at, r.delta + at, last.output_norm, last.residual_scale, hidden + at, width);
+        }
     }
 };
 
@@ -132,7 +154,7 @@ void unembed(const Model& model, const T* hidden, int rows, int num_threads, flo
         if (rows <= FEW_ROWS || !thread)
             for (int row = 0; row < rows; ++row) {
                 const long at = (long)row * width;
-                norm_row<T>(hidden + at, nullptr, nullptr, (const T*)model.norm, model.eps, normed + at, width);
+                norm_row(hidden + at, model.norm, normed + at, width);
             }
         if (rows > FEW_ROWS) {
 #pragma omp barrier

@@ -133,10 +133,10 @@ void swiftgen_attend_together(const Pass* pass, const Heads* heads, int layer, c
 // Only what comes before: queries after RoPE to `pass->queries`, keys and values to the cache.
 void swiftgen_rotate(const Pass* pass, const Heads* heads, int layer, const void* qkv);
 
-// out = RMSNorm(x) * weight; with a delta x + delta is stored as `total` and takes the place of x.
-void swiftgen_rms_norm(int is_bf16, const void* x, const void* delta, void* total, const void* weight, float eps,
-                       void* out, int rows, int width);
-
-void swiftgen_silu_mul(int is_bf16, const void* gate_up, void* out, int rows, int width);
+// See `norm_row`, `add_row` and `gate_row` of rows.h; gate_up is [rows][2 * width], the gate first.
+void swiftgen_rms_norm(int is_bf16, const void* x, const Norm* norm, void* out, int rows, int width);
+void swiftgen_add(int is_bf16, const void* x, const void* delta, const Norm* norm, float scale, void* out, int rows,
+                  int width);
+void swiftgen_gate(int is_bf16, int activation, const void* gate_up, void* out, int rows, int width);
 
 }  // extern "C"

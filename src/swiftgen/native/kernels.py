@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from swiftgen.native.structs import Cell, Heads, Model, Pass, Product, check_layouts, is_bf16, pointer
+from swiftgen.native.structs import Cell, Heads, Model, Norm, Pass, Product, check_layouts, is_bf16
 from swiftgen.native.weights import PackedWeight
 
 
@@ -37,10 +37,11 @@ class Kernels:
         lib.swiftgen_unembed_memory.restype = size
         lib.swiftgen_forward_memory.argtypes = [address, number, number, number]
         lib.swiftgen_forward_memory.restype = size
-        lib.swiftgen_rms_norm.argtypes = [
-            *(number, address, address, address, address, ctypes.c_float, address, number, number)
+        lib.swiftgen_rms_norm.argtypes = [*(number, address, address, address, number, number)]
+        lib.swiftgen_add.argtypes = [
+            *(number, address, address, address, ctypes.c_float, address, number, number)
         ]
-        lib.swiftgen_silu_mul.argtypes = [number, address, address, number, number]
+        lib.swiftgen_gate.argtypes = [*(number, number, address, address, number, number)]
         lib.swiftgen_multiply.argtypes = [number, address, address, address, number, number, address]
         lib.swiftgen_prepared_bytes.argtypes, lib.swiftgen_prepared_bytes.restype = [number] * 3, size
         lib.swiftgen_packed_bytes.argtypes, lib.swiftgen_packed_bytes.restype = [number, size, size], size
@@ -59,30 +60,40 @@ class Kernels:
             *(number, address, address, address, number, number, number, address, address)
         ]
         names = (
-            *("attend", "rotate", "rms_norm", "silu_mul", "multiply", "forward", "score", "advance"),
+            *("attend", "rotate", "rms_norm", "add", "gate", "multiply", "forward", "score", "advance"),
             *("pack", "unpack", "unembed"),
         )
         for name in names:
             getattr(lib, f"swiftgen_{name}").restype = None
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
         """RMSNorm over the last dimension, rounded once."""
-        out = torch.empty_like(x)
-        self._rms_norm(x, None, None, weight, eps, out)
+        out, width = torch.empty_like(x), x.shape[-1]
+        self._library.swiftgen_rms_norm(
+            *(is_bf16(x), x.data_ptr(), ctypes.addressof(norm)),
+            *(out.data_ptr(), x.numel() // width, width),
+        )
         return out
 
-    def add_rms_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """`x + delta`, and its RMSNorm."""
-        total, out = torch.empty_like(x), torch.empty_like(x)
-        self._rms_norm(x, delta, total, weight, eps, out)
-        return total, out
+    def add(self, x: Tensor, delta: Tensor, norm: Norm, scale: float) -> Tensor:
+        """`x + scale * norm(delta)`, rounded once."""
+        out, width = torch.empty_like(x), x.shape[-1]
+        self._library.swiftgen_add(
+            *(is_bf16(x), x.data_ptr(), delta.data_ptr(), ctypes.addressof(norm), scale),
+            *(out.data_ptr(), x.numel() // width, width),
+        )
+        return out
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """`silu(gate) * up` of `[..., 2 * width]`, gate first: `[..., width]`."""
+    def gate(self, gate_up: Tensor, activation: int) -> Tensor:
+        """`activation(gate) * up` of `[..., 2 * width]`, gate first: `[..., width]`.
+
+        Args:
+            activation: Its number among `structs.ACTIVATIONS`.
+        """
         width = gate_up.shape[-1] // 2
         out = gate_up.new_empty(*gate_up.shape[:-1], width)
-        self._library.swiftgen_silu_mul(
-            *(is_bf16(out), gate_up.data_ptr(), out.data_ptr(), out.numel() // width, width)
+        self._library.swiftgen_gate(
+            *(is_bf16(out), activation, gate_up.data_ptr(), out.data_ptr(), out.numel() // width, width)
         )
         return out
 
@@ -257,12 +268,3 @@ class Kernels:
             *(num_threads, logits.data_ptr(), memory.data_ptr()),
         )
         return logits
-
-    def _rms_norm(
-        self, x: Tensor, delta: Tensor | None, total: Tensor | None, weight: Tensor, eps: float, out: Tensor
-    ) -> None:
-        width = x.shape[-1]
-        self._library.swiftgen_rms_norm(
-            *(is_bf16(x), x.data_ptr(), pointer(delta), pointer(total), weight.data_ptr(), eps),
-            *(out.data_ptr(), x.numel() // width, width),
-        )

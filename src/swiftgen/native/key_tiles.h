@@ -148,12 +148,15 @@ inline bool can_tile(int head_dim) { return head_dim % PAIRED == 0 && has_tiles(
 
 // Adds keys to a partial result that is empty. `queries` are pairs of dimensions, [head_dim / 2][rows]; of the rows,
 // `live` are computed, rounded up to 16.
-void add_key_tiles(const bf16* keys, const bf16* values, int count, const uint32_t* queries, float scaling, int live,
-                   int rows, int head_dim, Part part) {
-    static thread_local std::vector<__m512i> memory;
+void add_key_tiles(const bf16* keys, const bf16* values, int count, const uint32_t* queries, float scaling, float cap,
+                   int live, int rows, int head_dim, Part part) {
+    struct Line {
+        __m512i bits;
+    };
+    static thread_local std::vector<Line> memory;
     const int padded = (live + TILE - 1) / TILE * TILE, vectors = head_dim / TILE;
     memory.resize(std::max(memory.size(), size_t(TILE_KEYS) * (vectors + 3) + (long)padded * vectors));
-    __m512i *pairs = memory.data(), *rest = pairs + TILE_KEYS / 2 * vectors, *weights = rest + TILE_KEYS / 2 * vectors;
+    __m512i *pairs = &memory.data()->bits, *rest = pairs + TILE_KEYS / 2 * vectors, *weights = rest + TILE_KEYS / 2 * vectors;
     float *scores = (float*)(weights + TILE_KEYS / 2), *sums = scores + TILE_KEYS * TILE;
     std::memset(sums, 0, sizeof(float) * padded * head_dim);
     const Tiles tiles;
@@ -170,6 +173,7 @@ void add_key_tiles(const bf16* keys, const bf16* values, int count, const uint32
         if (num < whole) k = with_zeros(k);
         for (int row = 0; row < live; row += TILE) {
             tile_scores(k, whole, queries + row, rows, head_dim, scores);
+            if (cap) cap_scores(scores, whole * TILE, scaling, cap);
             tile_weights(scores, num, whole, scaling, head_dim, part.largest + row, part.weight + row,
                          sums + row * head_dim, weights, next_keys, next_values);
             add_tiles(weights, pairs, whole, head_dim, sums + row * head_dim);

@@ -54,6 +54,15 @@ void product(int vectors, const float* a, int a_stride, const float* b, long b_k
     }
 }
 
+// Scores s become cap * tanh(s / cap). They are scaled by `scaling` later.
+inline void cap_scores(float* scores, int num, float scaling, float cap) {
+    for (int i = 0; i < num; i += LANES) {
+        const vec x = load_upto(scores + i, num - i) * (scaling / cap);
+        const vec e = exp(x < 0.0f ? 2.0f * x : -2.0f * x), tanh = (1.0f - e) / (1.0f + e) * (cap / scaling);
+        store_upto(scores + i, x < 0.0f ? -tanh : tanh, num - i);
+    }
+}
+
 // A partial result of attention: per query row the largest score, the sum of weights and of weighted values.
 struct Part {
     float *largest, *weight, *values;  // [rows], [rows], [head_dim][rows]
@@ -90,10 +99,10 @@ inline void weigh(float* scores, int num, int width, const float* bias, int rows
 }
 
 // Adds keys to a partial result, `block` at a time: with each block the largest score may change, and with it the
-// rounding. `bias` is added to the scores, [count][rows], or null.
+// rounding. A `cap` other than 0 bounds the scores. `bias` is added to them, [count][rows], or null.
 template <int HEAD_DIM, class T>
-void add_keys(const T* keys, const T* values, int count, int block, const float* queries, const float* bias, int rows,
-              int head_dim, Part part) {
+void add_keys(const T* keys, const T* values, int count, int block, const float* queries, float cap, const float* bias,
+              int rows, int head_dim, Part part) {
     static thread_local std::vector<float> memory;
     memory.resize(std::max(memory.size(), size_t(block) * (head_dim + PANEL * LANES)));
     float *scratch = memory.data(), *weights = scratch + (long)block * head_dim;
@@ -104,6 +113,7 @@ void add_keys(const T* keys, const T* values, int count, int block, const float*
             const float* k = as_floats(keys + (long)first * head_dim, num * head_dim, scratch);
             product<false, false, HEAD_DIM>(vectors, k, head_dim, queries + panel, rows, weights, width, num,
                                             head_dim);
+            if (cap) cap_scores(weights, num * width, 1.0f, cap);
             for (int column = 0; column < width; column += LANES)
                 weigh(weights + column, num, width, bias ? bias + (long)first * rows + panel + column : nullptr, rows,
                       head_dim, part, panel + column);

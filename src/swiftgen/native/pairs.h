@@ -151,8 +151,8 @@ inline void pair_up(const bf16* values, int num, int head_dim, uint32_t* out) {
 
 // Adds keys to a partial result, KEY_BLOCK at a time. `queries` are pairs of dimensions, [head_dim / 2][rows]; of the
 // rows, `live` are computed, rounded up to half a vector.
-void add_key_pairs(const bf16* keys, const bf16* values, int count, const uint32_t* queries, float scaling, int live,
-                   int rows, int head_dim, Part part) {
+void add_key_pairs(const bf16* keys, const bf16* values, int count, const uint32_t* queries, float scaling, float cap,
+                   int live, int rows, int head_dim, Part part) {
     static thread_local std::vector<uint32_t> memory;
     memory.resize(std::max(memory.size(), size_t(KEY_BLOCK) / 2 * (head_dim + 3 * PANEL * LANES)));
     uint32_t *paired = memory.data(), *weights = paired + KEY_BLOCK / 2 * head_dim;
@@ -166,6 +166,7 @@ void add_key_pairs(const bf16* keys, const bf16* values, int count, const uint32
             const int halves = std::min(2 * PANEL, (live - panel + HALF - 1) / HALF), width = halves * HALF;
             pair_product<false>(halves, pairs_at(keys, first), head_dim / 2, 1, queries + panel, rows, scores, width,
                                 num, head_dim / 2, ahead);
+            if (cap) cap_scores(scores, num * width, scaling, cap);
             int column = 0;
             for (; column + LANES <= width; column += LANES)
                 weigh_pairs<vec>(scores + column, num, width, scaling, rows, head_dim, part, panel + column,

@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from swiftgen.native.weights import PackedWeight
 
-Norm = tuple[Tensor, float]
-"""Weight and epsilon of an RMSNorm."""
+ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (
+    torch.nn.functional.silu,
+    functools.partial(torch.nn.functional.gelu, approximate="tanh"),
+)
+"""Those of a gate that the kernels have, in the order of their numbers (`Activation` of rows.h)."""
+
+
+class LayerKind(ctypes.Structure):
+    """`LayerKind` of structs.h: what a pass is to layers that are alike."""
+
+    _fields_ = (
+        *[(name, ctypes.c_void_p) for name in ("cos", "signed_sin", "bias", "edge_keys", "edge_values")],
+        *[(name, ctypes.c_void_p) for name in ("prefix_keys", "prefix_values", "tail_keys", "tail_values")],
+        *[
+            (name, ctypes.c_int64)
+            for name in ("prefix_stride", "tail_stride", "prefix_layer_stride", "tail_layer_stride")
+        ],
+        *[(name, ctypes.c_int32) for name in ("num_edge", "num_prefix")],
+    )
+
+
+class LayerPlace(ctypes.Structure):
+    """`LayerPlace` of structs.h: the kind of a layer, and which of the layers that share a cache it is."""
+
+    _fields_ = (("kind", ctypes.c_int32), ("index", ctypes.c_int32))
 
 
 class Pass(ctypes.Structure):
@@ -22,40 +46,49 @@ class Pass(ctypes.Structure):
             (name, ctypes.c_int32)
             for name in (
                 *("is_bf16", "num_threads", "num_rows", "num_heads", "num_kv_heads", "head_dim"),
-                *("num_prefix", "num_tail", "is_draft"),
+                *("num_tail", "num_kinds", "is_draft", "rotary_dim"),
             )
         ],
-        *[
-            (name, ctypes.c_void_p)
-            for name in ("prefix_keys", "prefix_values", "tail_keys", "tail_values", "queries")
-        ],
-        *[
-            (name, ctypes.c_int64)
-            for name in ("prefix_stride", "tail_stride", "prefix_layer_stride", "tail_layer_stride")
-        ],
-        *[(name, ctypes.c_void_p) for name in ("cos", "signed_sin", "bias", "workspace")],
+        *[(name, ctypes.c_void_p) for name in ("kinds", "places", "queries", "workspace")],
     )
+
+
+class Norm(ctypes.Structure):
+    """`Norm` of structs.h: an RMSNorm.
+
+    Args:
+        weight: Of any dtype; there is no norm without it.
+    """
+
+    _fields_ = (("weight", ctypes.c_void_p), ("eps", ctypes.c_float))
+
+    def __init__(self, weight: Tensor | None = None, eps: float = 0.0) -> None:
+        self._kept = None if weight is None else weight.detach().float().contiguous()
+        super().__init__(pointer(self._kept), eps)
+
+    @property
+    def size(self) -> int:
+        """Of what is normed; 0 without a norm."""
+        return 0 if self._kept is None else len(self._kept)
 
 
 class Heads(ctypes.Structure):
     """`Heads` of structs.h: what is special in the attention of a layer.
 
     Args:
+        q_norm, k_norm: Over each query head and each key head.
         scaling: Factor of the scores.
-        norms: Weights `[D]` of the RMSNorms of query and key heads, and their epsilon.
+        cap: A score s becomes `cap * tanh(s / cap)`, unless the cap is 0.
     """
 
     _fields_ = (
-        *[(name, ctypes.c_void_p) for name in ("q_norm", "k_norm")],
-        *[(name, ctypes.c_float) for name in ("norm_eps", "scaling")],
+        *[(name, Norm) for name in ("q_norm", "k_norm")],
+        *[(name, ctypes.c_float) for name in ("scaling", "cap")],
     )
 
-    def __init__(self, scaling: float, norms: tuple[Tensor, Tensor, float] | None) -> None:
-        super().__init__(scaling=scaling)
-        self._kept = norms
-        if norms:
-            self.q_norm, self.k_norm = norms[0].data_ptr(), norms[1].data_ptr()
-            self.norm_eps = norms[2]
+    def __init__(self, q_norm: Norm, k_norm: Norm, scaling: float, cap: float) -> None:
+        super().__init__(q_norm, k_norm, scaling, cap)
+        self._kept = q_norm, k_norm
 
 
 class Weights(ctypes.Structure):
@@ -107,36 +140,41 @@ class Product(ctypes.Structure):
 
 
 class DecoderLayer(ctypes.Structure):
-    """`DecoderLayer` of structs.h; the norms are `(weight, epsilon)`."""
+    """`DecoderLayer` of structs.h: attention and a gated MLP, each added to the hidden state.
+
+    Args:
+        norms: Before and behind attention, before and behind the MLP, over all query heads, and over all key
+            heads.
+        products: For q, k and v, behind attention, for gate and up, and down.
+        residual_scale: Factor of what is added.
+        activation: Of the gate, its number among `ACTIVATIONS`.
+    """
 
     _fields_ = (
-        *[(name, ctypes.c_void_p) for name in ("input_norm", "mlp_norm")],
-        *[(name, ctypes.c_float) for name in ("input_eps", "mlp_eps")],
+        *[(name, Norm) for name in ("input_norm", "attention_norm", "mlp_norm", "output_norm")],
+        *[(name, Norm) for name in ("q_norm", "k_norm")],
         ("heads", Heads),
         *[(name, ctypes.c_void_p) for name in ("qkv", "out", "gate_up", "down")],
+        ("residual_scale", ctypes.c_float),
+        ("activation", ctypes.c_int32),
     )
 
     def __init__(
         self,
-        input_norm: Norm,
-        mlp_norm: Norm,
+        norms: Sequence[Norm],
         heads: Heads,
-        qkv: Product,
-        out: Product,
-        gate_up: Product,
-        down: Product,
+        products: Sequence[Product],
+        residual_scale: float,
+        activation: int,
     ) -> None:
-        products = qkv, out, gate_up, down
-        super().__init__(
-            *(input_norm[0].data_ptr(), mlp_norm[0].data_ptr(), input_norm[1], mlp_norm[1], heads),
-            *map(ctypes.addressof, products),
-        )
-        self._parts = input_norm, mlp_norm, heads, products
+        super().__init__(*norms, heads, *map(ctypes.addressof, products), residual_scale, activation)
+        self._parts = norms, heads, products
 
     def in_integers(self) -> DecoderLayer:
         """The same with activations in 8 bits."""
-        input_norm, mlp_norm, heads, products = self._parts
-        return DecoderLayer(input_norm, mlp_norm, heads, *(product.in_integers() for product in products))
+        norms, heads, products = self._parts
+        products = [product.in_integers() for product in products]
+        return DecoderLayer(norms, heads, products, self.residual_scale, self.activation)
 
 
 class Model(ctypes.Structure):
@@ -145,15 +183,17 @@ class Model(ctypes.Structure):
     Args:
         layers: At least one.
         embedding: `[vocab, hidden]`, or packed.
-        norm: The last RMSNorm's weight and epsilon.
+        norm: The last one.
         lm_head: A wide product.
         embedding_scale: Factor of what is looked up.
     """
 
     _fields_ = (
-        *[(name, ctypes.c_void_p) for name in ("layers", "packed_embedding", "embedding", "norm", "lm_head")],
+        *[(name, ctypes.c_void_p) for name in ("layers", "packed_embedding", "embedding")],
+        ("norm", Norm),
+        ("lm_head", ctypes.c_void_p),
         *[(name, ctypes.c_int32) for name in ("num_layers", "hidden_size")],
-        *[(name, ctypes.c_float) for name in ("eps", "embedding_scale")],
+        ("embedding_scale", ctypes.c_float),
     )
 
     def __init__(
@@ -168,8 +208,7 @@ class Model(ctypes.Structure):
         packed, dense = _table(embedding)
         super().__init__(
             *(ctypes.addressof(described), packed and ctypes.addressof(packed), dense),
-            *(norm[0].data_ptr(), ctypes.addressof(lm_head), len(layers), len(norm[0])),
-            *(norm[1], embedding_scale),
+            *(norm, ctypes.addressof(lm_head), len(layers), norm.size, embedding_scale),
         )
         self.lm_head_product = lm_head
         self._parts = list(layers), embedding, norm
@@ -187,23 +226,21 @@ class Cell(ctypes.Structure):
     """`Cell` of structs.h: recurrent draft heads with the parts of the target they read.
 
     Args:
-        norms: Weights `[hidden]` of the RMSNorms of state, token and output.
-        eps: Of the norms.
+        norms: Of state, token and output.
         embedding: `[vocab, hidden]`, or packed.
         embedding_scale: Factor of what is looked up.
     """
 
     _fields_ = (
-        *[(name, ctypes.c_void_p) for name in ("state_norm", "token_norm", "post_norm")],
+        *[(name, Norm) for name in ("state_norm", "token_norm", "post_norm")],
         *[(name, ctypes.c_void_p) for name in ("packed_embedding", "embedding")],
         *[(name, ctypes.c_void_p) for name in ("gate_up", "down", "lm_head")],
-        *[(name, ctypes.c_float) for name in ("eps", "embedding_scale")],
+        ("embedding_scale", ctypes.c_float),
     )
 
     def __init__(
         self,
-        norms: Sequence[Tensor],
-        eps: float,
+        norms: Sequence[Norm],
         embedding: Tensor | PackedWeight,
         embedding_scale: float,
         gate_up: Product,
@@ -213,10 +250,10 @@ class Cell(ctypes.Structure):
         products = gate_up, down, lm_head
         packed, dense = _table(embedding)
         super().__init__(
-            *(tensor.data_ptr() for tensor in norms),
+            *norms,
             *(packed and ctypes.addressof(packed), dense),
             *map(ctypes.addressof, products),
-            *(eps, embedding_scale),
+            embedding_scale,
         )
         self._kept = norms, embedding, packed, products
 
@@ -235,7 +272,7 @@ def check_layouts(library: ctypes.CDLL) -> None:
         AttributeError: It has other ones, or does not tell.
     """
     library.swiftgen_layout.restype = ctypes.POINTER(ctypes.c_int64)
-    for struct in (Pass, Heads, Weights, Product, DecoderLayer, Model, Cell):
+    for struct in (LayerKind, LayerPlace, Pass, Norm, Heads, Weights, Product, DecoderLayer, Model, Cell):
         here = [ctypes.sizeof(struct), *(getattr(struct, name).offset for name, *_ in struct._fields_), -1]
         there = library.swiftgen_layout(struct.__name__.encode())
         if not there or there[: len(here)] != here:

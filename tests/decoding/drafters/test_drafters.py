@@ -599,8 +599,8 @@ class TestSelfDrafter:
         drafter._follow()  # what the last step has added; the next draft pass would have done it
         length = len(PROMPT) + 29  # the last token has no key yet
         assert partial.length == length
-        assert torch.equal(partial.keys[:, :, :length], done.keys)
-        assert torch.equal(partial.values[:, :, :length], done.values)
+        assert torch.equal(partial.keys[:, :, :length], done.cached[0])
+        assert torch.equal(partial.values[:, :, :length], done.cached[1])
 
     def test_a_prompt_of_one_token_has_nothing_to_look_back_at(self):
         target, sample = tiny_target(), sampler()

@@ -24,7 +24,7 @@ from swiftgen.heads.modules import DraftHeads, RecurrentHeads
 from swiftgen.models.gguf_weights import attach, packed_of, table_of
 from swiftgen.models.tensor_parallel import whole
 from swiftgen.native.kernels import Kernels
-from swiftgen.native.structs import Cell, Product
+from swiftgen.native.structs import Cell, Norm, Product
 from swiftgen.native.weights import GROUP, Q8_0, rows_in_8_bits
 from swiftgen.system.devices import send
 
@@ -73,8 +73,8 @@ class ReadyHeads:
         products = [linear.product for linear in linears if isinstance(linear, QuantisedLinear)]
         if len(products) < len(linears):
             return None
-        norms = [norm.weight for norm in (heads.state_norm, heads.token_norm, heads.post_norm)]
-        return Cell(norms, heads.eps, *table, *products)
+        norms = heads.state_norm, heads.token_norm, heads.post_norm
+        return Cell([Norm(norm.weight, heads.eps) for norm in norms], *table, *products)
 
     def step(
         self, states: Tensor, token_ids: Sequence[int], depth: int, target: Target
