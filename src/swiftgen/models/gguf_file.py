@@ -80,9 +80,10 @@ class GgufFile:
             SwiftgenError: the file ends before the tensor does.
         """
         path = self.parts[tensor.part]
-        data = np.fromfile(path, dtype=np.uint8, count=tensor.num_bytes, offset=tensor.offset)
-        if len(data) < tensor.num_bytes:
+        if path.stat().st_size < tensor.offset + tensor.num_bytes:
             raise SwiftgenError(f"{path} ends within {tensor.name}", "Fetch or copy the file again.")
+        # Mapped, and gone from memory with the tensor; changes, which nobody makes, would not reach the file.
+        data = np.memmap(path, np.uint8, "c", tensor.offset, (tensor.num_bytes,))
         rows = tensor.shape[0] if len(tensor.shape) > 1 else 1
         return torch.from_numpy(data).view(rows, -1)
 
