@@ -33,6 +33,7 @@ from swiftgen.forward.native_layer import NativeLayer
 from swiftgen.forward.target import Target
 from swiftgen.forward.tree import DraftTree
 from swiftgen.models.gguf_file import GgufFile, described
+from swiftgen.models.gguf_header import read_header
 from swiftgen.models.gguf_weights import PackedEmbedding, device_of, packed_of, stays_packed
 from swiftgen.models.loading import OpenedModel, load_weights, open_model
 from swiftgen.models.sources import resolve_source
@@ -125,8 +126,11 @@ def load(path: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 @functools.cache
 def unpacked(path: Path) -> PreTrainedModel:
     """What transformers makes of a file, in float32."""
+    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    if hasattr(config, "query_pre_attn_scalar"):
+        config.query_pre_attn_scalar = config.head_dim  # no file says it; so does llama.cpp
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
+        path.parent, config=config, gguf_file=path.name, dtype=torch.float32
     )
     return model.eval().requires_grad_(False)
 
@@ -229,6 +233,34 @@ class TestReading:
             token_ids = torch.tensor([[5, 0, 271], [5, 5, 1]])
             actual = load(path).get_input_embeddings()(token_ids)
             assert torch.equal(actual, unpacked(path).get_input_embeddings()(token_ids))
+
+
+def split(path: Path, folder: Path) -> list[Path]:
+    """A file in three parts, as llama-gguf-split makes them."""
+    header, reader = read_header(path), gguf.GGUFReader(path)
+    parts = [folder / f"tiny-{number:05}-of-00003.gguf" for number in (1, 2, 3)]
+    for number, part in enumerate(parts):
+        writer = gguf.GGUFWriter(part, "llama")
+        add = {
+            str: writer.add_string,
+            int: writer.add_uint32,
+            float: writer.add_float32,
+            list: writer.add_array,
+        }
+        fields = header.fields if number == 0 else {}
+        for name, value in fields.items():
+            if name != "general.architecture":
+                add[type(value)](name, value)
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", 3)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[number::3]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return parts
 
 
 TEXT = torch.randint(VOCAB_SIZE, (60,), generator=torch.Generator().manual_seed(2)).tolist()
@@ -407,9 +439,15 @@ class TestBadFiles:
         path.write_bytes(data)
         assert "of type I8" in self.failure(path).message
 
+    def test_a_tensor_too_many(self, tmp_path: Path):
+        """A model of this kind has no biases: without them it would be another."""
+        model = new_model(attention_bias=True)
+        path = write_quantised(tmp_path / "tiny.gguf", model, UNIFORM)
+        assert "no place for: blk.0.attn_k.bias" in self.failure(path).message
+
     @pytest.mark.parametrize(("number", "total"), [(0, 3), (1, 3), (2, 3)])
     def test_a_part_of_a_model(self, number: int, total: int, tmp_path: Path):
-        path = tmp_path / f"tiny-{number + 1:05}-of-{total:05}.gguf"
+        path = tmp_path / "tiny.gguf"
         writer = gguf.GGUFWriter(path, "llama")
         writer.add_uint16("split.no", number)
         writer.add_uint16("split.count", total)
@@ -422,17 +460,35 @@ class TestBadFiles:
         assert f"part {number + 1} of {total}" in error.message
         assert "00001" in str(error.hint)
 
+    @pytest.mark.parametrize("named", [1, 2, 3])
+    def test_a_file_that_is_split(self, named: int, tmp_path: Path):
+        """Whichever part is named, the whole is read."""
+        parts = split(file_of(kinds="mixed"), tmp_path)
+        model = load(parts[named - 1])
+        assert_same_weights(model, unpacked(file_of(kinds="mixed")), torch.float32)
+        fingerprint = self.description_of(parts[0]).folder
+        parts[2].write_bytes(parts[2].read_bytes()[:-1] + b"!")
+        assert self.description_of(parts[0]).folder != fingerprint
+
+    def test_parts_that_are_missing_or_mixed_up(self, tmp_path: Path):
+        parts = split(file_of(kinds="mixed"), tmp_path)
+        third = parts[2].rename(tmp_path / "third")
+        with pytest.raises(SwiftgenError, match=r"no GGUF file .*tiny-00003-of-00003\.gguf") as caught:
+            load(parts[0])
+        assert "All 3 parts" in caught.value.hint
+        parts[2].write_bytes(parts[1].read_bytes())
+        assert "is part 2 of 3" in self.failure(parts[2]).message
+        data = third.read_bytes()
+        for num_bytes in (len(data) - 1, 100, 0):
+            parts[2].write_bytes(data[:num_bytes])
+            self.failure(parts[2])
+
     @pytest.mark.parametrize(("rules", "is_known"), [("llama-bpe", True), ("smollm", True), ("squid", False)])
     def test_rules_to_split_text(
         self, rules: str, is_known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ):
-        add_merges = gguf.GGUFWriter.add_token_merges
-
-        def add_rules_too(writer: gguf.GGUFWriter, merges: list[str]) -> None:
-            writer.add_tokenizer_pre(rules)
-            add_merges(writer, merges)
-
-        monkeypatch.setattr(gguf.GGUFWriter, "add_token_merges", add_rules_too)
+        add = gguf.GGUFWriter.add_tokenizer_pre
+        monkeypatch.setattr(gguf.GGUFWriter, "add_tokenizer_pre", lambda writer, _: add(writer, rules))
         path = write_quantised(tmp_path / "tiny.gguf", new_model(), UNIFORM)
         if is_known:
             load(path)

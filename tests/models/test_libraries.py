@@ -12,7 +12,14 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from support.gguf_files import blocks
 from support.model_files import ALPHABET, GGUF_NAMES, gguf_writer, preset_for, tiny_tokenizer
@@ -219,14 +226,15 @@ def write_gguf(
     config: LlamaConfig | Qwen2Config,
     architecture: str = "llama",
     settings: dict[str, Any] | None = None,
-    rope_freqs: np.ndarray | None = None,
+    tensors: dict[str, np.ndarray] | None = None,
 ) -> dict[str, Tensor]:
     """A random model as a GGUF file with matrices of a type; returns its weights as transformers has them."""
     writer = gguf_writer(path, config, architecture)
+    add = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, list: writer.add_array}
     for key, value in (settings or {}).items():
-        (writer.add_string if isinstance(value, str) else writer.add_float32)(f"{architecture}.{key}", value)
-    if rope_freqs is not None:
-        writer.add_tensor("rope_freqs.weight", rope_freqs)
+        add.get(type(value), writer.add_float32)(f"{architecture}.{key}", value)
+    for name, data in (tensors or {}).items():
+        writer.add_tensor(name, data)
     torch.manual_seed(5)
     expected = {}
     for name, tensor in AutoModelForCausalLM.from_config(config).state_dict().items():
@@ -283,9 +291,8 @@ class TestGguf:
         kind_at = data.index(name) + len(name) + 4 + 2 * 8  # number of dimensions, and two of them
         assert data[kind_at : kind_at + 4] == int(Kind.Q8_0).to_bytes(4, "little")
         (tmp_path / "m.gguf").write_bytes(data[:kind_at] + (99).to_bytes(4, "little") + data[kind_at + 4 :])
-        with pytest.raises(SwiftgenError, match="is not a valid GGMLQuantizationType") as caught:
+        with pytest.raises(SwiftgenError, match=r"not known here: blk\.0\.attn_output\.weight is of type 99"):
             open_model(preset_for(tmp_path / "m.gguf"))
-        assert "type of its weights" in caught.value.hint
 
 
 class TestPositionsOfGguf:
@@ -297,25 +304,121 @@ class TestPositionsOfGguf:
         plain = 1 / 500000.0 ** (torch.arange(0, 32, 2) / 32)
         divisors = (plain / model.model.rotary_emb.inv_freq).numpy()
         assert divisors.max() == pytest.approx(8.0)
-        write_gguf(tmp_path / "m.gguf", Kind.Q8_0, config, rope_freqs=divisors)
+        write_gguf(tmp_path / "m.gguf", Kind.Q8_0, config, tensors={"rope_freqs.weight": divisors})
         loaded = load_model(preset_for(tmp_path / "m.gguf")).model
         torch.testing.assert_close(loaded.model.rotary_emb.inv_freq, model.model.rotary_emb.inv_freq)
 
-    def test_linear_ones(self, tmp_path: Path):
-        settings = {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}
-        write_gguf(tmp_path / "m.gguf", Kind.Q8_0, LlamaConfig(**SIZES), settings=settings)
-        rope = open_model(preset_for(tmp_path / "m.gguf")).config.rope_parameters
+    def rope_of(self, folder: Path, settings: dict[str, Any], **tensors: np.ndarray) -> dict[str, Any]:
+        named = {f"{name}.weight": data for name, data in tensors.items()}
+        write_gguf(folder / "m.gguf", Kind.Q8_0, LlamaConfig(**SIZES), settings=settings, tensors=named)
+        rope: dict[str, Any] = open_model(preset_for(folder / "m.gguf")).config.rope_parameters
+        return rope
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+            {"rope.scaling.factor": 4.0, "rope.scaling.finetuned": True},  # as llama.cpp takes it
+            {"rope.scale_linear": 4.0},  # its name of 2023
+        ],
+    )
+    def test_linear_ones(self, tmp_path: Path, settings: dict[str, Any]):
+        rope = self.rope_of(tmp_path, settings)
         assert (rope["rope_type"], rope["factor"]) == ("linear", 4.0)
 
     @pytest.mark.parametrize(
-        "scaled",
+        "settings",
         [
-            {"settings": {"rope.scaling.type": "longrope", "rope.scaling.factor": 4.0}},
-            {"rope_freqs": np.linspace(1, 8, 16, dtype=np.float32)},
+            {"rope.scaling.type": "none", "rope.scaling.factor": 4.0},
+            {"rope.scaling.factor": 1.0},
+            {"rope.dimension_count": 32, "attention.key_length": 32, "attention.value_length": 32},
+            {"attention.causal": True, "attention.max_alibi_bias": 0.0, "attention.scale": 32**-0.5},
+            {"attention.sliding_window": 1024, "logit_scale": 1.0},
         ],
-        ids=["longrope", "divisors"],
     )
-    def test_unknown_ones_are_refused(self, tmp_path: Path, scaled: dict[str, Any]):
-        write_gguf(tmp_path / "m.gguf", Kind.Q8_0, LlamaConfig(**SIZES), **scaled)
+    def test_keys_that_change_nothing(self, tmp_path: Path, settings: dict[str, Any]):
+        assert self.rope_of(tmp_path, settings)["rope_type"] == "default"
+
+    def test_those_of_yarn(self, tmp_path: Path):
+        settings = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+        settings |= {"rope.scaling.original_context_length": 256, "rope.scaling.yarn_beta_fast": 16.0}
+        rope = self.rope_of(tmp_path, settings | {"rope.scaling.attn_factor": 2.0})
+        assert (rope["rope_type"], rope["factor"], rope["beta_fast"]) == ("yarn", 4.0, 16.0)
+        assert rope["original_max_position_embeddings"] == 256
+        assert rope["attention_factor"] == pytest.approx(2 * (1 + 0.1 * np.log(4)))
+
+    def test_those_of_phi(self, tmp_path: Path):
+        factors = {
+            "rope_factors_long": np.full(16, 9, np.float32),
+            "rope_factors_short": np.ones(16, np.float32),
+        }
+        settings = {"rope.scaling.original_context_length": 256, "rope.scaling.attn_factor": 1.25}
+        rope = self.rope_of(tmp_path, settings, **factors)
+        assert (rope["rope_type"], rope["long_factor"], rope["attention_factor"]) == (
+            "longrope",
+            [9.0] * 16,
+            1.25,
+        )
+
+    @pytest.mark.parametrize(
+        ("settings", "tensors"),
+        [
+            ({"rope.scaling.type": "longrope", "rope.scaling.factor": 4.0}, {}),
+            ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, {}),
+            (
+                {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0, "rope.scaling.attn_factor": 2.0},
+                {},
+            ),
+            ({"rope.scaling.yarn_log_multiplier": 0.1}, {}),
+            ({"rope.scaling.alpha": 1000.0}, {}),
+            ({}, {"rope_freqs": np.linspace(1, 8, 16, dtype=np.float32)}),
+            ({}, {"rope_factors_long": np.ones(16, np.float32)}),
+        ],
+    )
+    def test_unknown_ones_are_refused(
+        self, tmp_path: Path, settings: dict[str, Any], tensors: dict[str, np.ndarray]
+    ):
         with pytest.raises(SwiftgenError, match="scales its positions in a way not known here"):
-            open_model(preset_for(tmp_path / "m.gguf"))
+            self.rope_of(tmp_path, settings, **tensors)
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("rope.dimension_sections", [16, 8, 8, 0]),
+            ("rope.dimension_count_swa", 16),
+            ("rope.freq_base_swa", 10000.0),
+            ("rope.something_new", 1),
+            ("attention.sliding_window", 64),
+            ("attention.sliding_window_pattern", 6),
+            ("attention.value_length", 64),
+            ("attention.max_alibi_bias", 8.0),
+            ("attention.clamp_kqv", 8.0),
+            ("attention.causal", False),
+            ("attention.scale", 0.5),
+            ("attention.temperature_length", 8192),
+            ("attn_logit_softcapping", 50.0),
+            ("logit_scale", 0.25),
+        ],
+    )
+    def test_a_key_is_applied_or_refused(self, tmp_path: Path, key: str, value: object):
+        with pytest.raises(SwiftgenError, match=f"not known here in a model of its kind: {key} is") as caught:
+            self.rope_of(tmp_path, {key: value})
+        assert "\n" not in caught.value.message
+
+    def test_a_head_that_turns_in_part(self, tmp_path: Path):
+        """No Llama of transformers does."""
+        with pytest.raises(SwiftgenError, match=r"rope\.dimension_count is 16"):
+            self.rope_of(tmp_path, {"rope.dimension_count": 16, "attention.key_length": 32})
+
+    def test_those_of_gemma(self, tmp_path: Path):
+        """Only layers that see everything are scaled; the rest of its keys are applied."""
+        config = Gemma3TextConfig(**SIZES | {"head_dim": 32, "num_hidden_layers": 3})
+        settings = {"attention.key_length": 32, "attention.value_length": 32, "attention.sliding_window": 64}
+        settings |= {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0, "rope.freq_base_swa": 5000.0}
+        settings |= {"attention.sliding_window_pattern": [True, False, True], "final_logit_softcapping": 30.0}
+        write_gguf(tmp_path / "m.gguf", None, config, "gemma3", settings)
+        found = open_model(preset_for(tmp_path / "m.gguf")).config
+        assert found.rope_parameters["full_attention"]["factor"] == 8.0
+        assert found.rope_parameters["sliding_attention"] == {"rope_type": "default", "rope_theta": 5000.0}
+        assert found.layer_types == ["sliding_attention", "full_attention", "sliding_attention"]
+        assert (found.final_logit_softcapping, found.query_pre_attn_scalar) == (30.0, 32)

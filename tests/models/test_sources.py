@@ -76,7 +76,7 @@ class TestGguf:
         path = tmp_path / "mine" / "w.gguf"
         path.write_bytes(GGUF_BYTES)
         found = resolve(str(path), sha256=sha256(GGUF_BYTES))
-        assert found == ResolvedSource("gguf", path, str(path), sha256(GGUF_BYTES))
+        assert found == ResolvedSource("gguf", (path,), str(path), sha256(GGUF_BYTES))
         assert [p.name for p in path.parent.iterdir()] == ["w.gguf"]
         assert list((cache / "hashes").iterdir())
 
@@ -134,7 +134,7 @@ class TestHub:
         folder = model_folder(tmp_path / "snapshots" / "c0ffee")
         hub = use_hub(monkeypatch, folder)
         found = resolve("org/name", revision="v1")
-        assert found == ResolvedSource("folder", folder, "org/name", "c0ffee")
+        assert found == ResolvedSource("folder", (folder,), "org/name", "c0ffee")
         assert [call["local"] for call in hub.calls] == [True, False]
         assert hub.calls[1]["revision"] == "v1"
 

