@@ -27,8 +27,9 @@ from swiftgen.decoding.drafters.lookup import LookupDrafter
 from swiftgen.decoding.drafters.self_draft import SelfDrafter
 from swiftgen.decoding.estimates import Estimates
 from swiftgen.decoding.planner import Planner
-from swiftgen.forward.cache import BLOCK_TOKENS, PartialCache
+from swiftgen.forward.cache import BLOCK_TOKENS
 from swiftgen.forward.exactness import choose_pass_sizes, known_exactness
+from swiftgen.forward.partial_cache import PartialCache
 from swiftgen.forward.tree import DraftTree
 
 SAMPLERS = {

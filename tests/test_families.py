@@ -27,9 +27,10 @@ from swiftgen.decoding.decode import decode
 from swiftgen.decoding.drafters.self_draft import SelfDrafter
 from swiftgen.decoding.planner import Planner
 from swiftgen.forward.arithmetic import arithmetic_of
-from swiftgen.forward.cache import BLOCK_TOKENS, PartialCache
+from swiftgen.forward.cache import BLOCK_TOKENS
 from swiftgen.forward.conformance import checked_target
 from swiftgen.forward.experts import all_rows_experts, batched_experts
+from swiftgen.forward.partial_cache import PartialCache
 from swiftgen.forward.tree import DraftTree
 from swiftgen.models.architectures import check_supported, layer_windows
 from swiftgen.models.positions import planned_config, usable_positions

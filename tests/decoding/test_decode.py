@@ -21,7 +21,8 @@ from swiftgen.decoding.drafters.self_draft import SelfDrafter
 from swiftgen.decoding.history import History
 from swiftgen.decoding.planner import Planner
 from swiftgen.decoding.sampling import Sampler
-from swiftgen.forward.cache import BLOCK_TOKENS, PartialCache
+from swiftgen.forward.cache import BLOCK_TOKENS
+from swiftgen.forward.partial_cache import PartialCache
 from swiftgen.forward.target import Target
 from swiftgen.forward.tree import DraftTree
 

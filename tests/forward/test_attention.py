@@ -18,7 +18,8 @@ from swiftgen.forward.attention import (
     sdpa_prefix,
     tree_attention,
 )
-from swiftgen.forward.cache import BLOCK_TOKENS, CacheShape, FullCache, PartialCache
+from swiftgen.forward.cache import BLOCK_TOKENS, CacheShape, FullCache
+from swiftgen.forward.partial_cache import PartialCache
 from swiftgen.forward.tree import DraftTree
 
 CPU = torch.device("cpu")

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from swiftgen.forward.cache import BLOCK_TOKENS, CacheShape, CacheView, FullCache, PartialCache
+from swiftgen.forward.cache import BLOCK_TOKENS, CacheShape, CacheView, FullCache
+from swiftgen.forward.partial_cache import PartialCache
 
 SHAPE = CacheShape(num_layers=2, num_kv_heads=3, head_dim=4, dtype=torch.float32, device=torch.device("cpu"))
 GROUP = 2

@@ -16,8 +16,8 @@ from support.gguf_files import blocks
 from support.tiny import FAMILIES, VARIANTS, ar_planner, new_cache, new_target, run, sampler, tiny_model
 from swiftgen.decoding.drafters.self_draft import SelfDrafter
 from swiftgen.decoding.planner import Planner
-from swiftgen.forward.cache import PartialCache
 from swiftgen.forward.exactness import NATIVE_SIZES, choose_pass_sizes
+from swiftgen.forward.partial_cache import PartialCache
 from swiftgen.forward.target import Target
 from swiftgen.models.gguf_weights import attach
 from swiftgen.native.build import kernels_for

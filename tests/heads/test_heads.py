@@ -22,7 +22,7 @@ from swiftgen.decoding.drafters.heads import BIAS
 from swiftgen.decoding.drafters.self_draft import SelfDrafter
 from swiftgen.decoding.history import History
 from swiftgen.decoding.noise import keyed_gumbel
-from swiftgen.forward.cache import PartialCache
+from swiftgen.forward.partial_cache import PartialCache
 from swiftgen.forward.tree import DraftTree
 from swiftgen.heads.files import WEIGHTS_FILE, HeadsInfo, check_heads, load_heads, read_reference, save_heads
 from swiftgen.heads.modules import DraftHeads, LinearHeads, RecurrentHeads, chain_states, new_heads

@@ -26,10 +26,10 @@ from swiftgen.decoding.drafters.self_draft import SelfDrafter
 from swiftgen.decoding.estimates import Estimates
 from swiftgen.decoding.planner import Planner
 from swiftgen.forward.arithmetic import arithmetic_of
-from swiftgen.forward.cache import PartialCache
 from swiftgen.forward.exactness import NATIVE_SIZES, choose_pass_sizes
 from swiftgen.forward.linear import PackedLinear, QuantisedLinear, can_pack
 from swiftgen.forward.native_layer import NativeLayer
+from swiftgen.forward.partial_cache import PartialCache
 from swiftgen.forward.target import Target
 from swiftgen.forward.tree import DraftTree
 from swiftgen.models.gguf_file import GgufFile, described

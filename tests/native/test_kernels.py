@@ -12,8 +12,9 @@ from torch import Tensor
 
 from support.tiny import random_tree, shuffled
 from swiftgen.forward.attention import seen_keys
-from swiftgen.forward.cache import CacheShape, FullCache, PartialCache
+from swiftgen.forward.cache import CacheShape, FullCache
 from swiftgen.forward.native_pass import NativePass, layer_kinds
+from swiftgen.forward.partial_cache import PartialCache
 from swiftgen.forward.passes import Heads as LayerHeads
 from swiftgen.forward.tree import DraftTree
 from swiftgen.native.build import kernels_for

@@ -17,7 +17,7 @@ from swiftgen.decoding.drafters.self_draft import SelfDrafter
 from swiftgen.decoding.history import History
 from swiftgen.decoding.planner import Planner
 from swiftgen.decoding.sampling import Sampler
-from swiftgen.forward.cache import PartialCache
+from swiftgen.forward.partial_cache import PartialCache
 from swiftgen.forward.target import Target
 from swiftgen.forward.tree import DraftTree
 

@@ -46,8 +46,8 @@ from swiftgen.document.document import Document
 from swiftgen.figures.distinct import DistinctN
 from swiftgen.figures.loops import LoopDetector
 from swiftgen.figures.metrics import RunMetrics
-from swiftgen.forward.cache import PartialCache
 from swiftgen.forward.native_pass import NativePass
+from swiftgen.forward.partial_cache import PartialCache
 from swiftgen.forward.target import Target
 from swiftgen.settings.schema import Preset
 from swiftgen.text.stream import TextStream

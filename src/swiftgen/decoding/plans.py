@@ -17,8 +17,9 @@ from swiftgen.decoding.drafters.self_draft import MAX_PASSES, SelfDrafter
 from swiftgen.decoding.estimates import Estimates
 from swiftgen.decoding.planner import Planner
 from swiftgen.decoding.sampling import Sampler
-from swiftgen.forward.cache import BLOCK_TOKENS, PartialCache
+from swiftgen.forward.cache import BLOCK_TOKENS
 from swiftgen.forward.memory import MemoryEstimate, estimate_memory
+from swiftgen.forward.partial_cache import PartialCache
 from swiftgen.forward.target import Target
 from swiftgen.settings.schema import Preset, num_ngram_nodes, num_tree_nodes
 

@@ -37,7 +37,7 @@ from swiftgen.decoding.history import History
 from swiftgen.decoding.noise import keyed_gumbel
 from swiftgen.decoding.planner import Planner
 from swiftgen.decoding.sampling import Sampler
-from swiftgen.forward.cache import PartialCache
+from swiftgen.forward.partial_cache import PartialCache
 from swiftgen.forward.target import Target
 from swiftgen.forward.tree import DraftTree
 from swiftgen.heads.modules import DraftHeads, new_heads

@@ -20,7 +20,7 @@ from swiftgen.decoding.drafters.heads import HeadsDrafter, ReadyHeads
 from swiftgen.decoding.estimates import Estimates, Prior
 from swiftgen.decoding.history import History
 from swiftgen.decoding.sampling import Sampler
-from swiftgen.forward.cache import PartialCache
+from swiftgen.forward.partial_cache import PartialCache
 from swiftgen.forward.target import Target
 from swiftgen.forward.tree import DraftTree
 
