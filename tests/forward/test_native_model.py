@@ -91,7 +91,7 @@ def test_drafts_change_nothing(name: str, dtype: torch.dtype, activations: str) 
     drafting = SelfDrafter(target, sample, partial, None, [4, 3, 3, 3])
     for planner, enough in (
         (AdversarialPlanner(target, expected.token_ids, len(PROMPT)), NUM_TOKENS / 4),
-        (Planner([[drafting]], target.pass_sizes, measured=False), 3),
+        (Planner([[drafting]]), 3),
     ):
         actual = run(target, planner, sample, PROMPT, NUM_TOKENS)
         assert actual.same_bits(expected)
