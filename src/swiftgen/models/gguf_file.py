@@ -35,10 +35,10 @@ from swiftgen.system.errors import SwiftgenError, first_line
 _DESCRIPTION = 2
 _INDEX = "tensors.json"
 # By the names of llama.cpp. The last five also split digits, which their vocabularies never join.
-_SPLIT_LIKE_GPT2 = tuple(
-    "default gpt-2 phi-2 mpt olmo jais trillion roberta-bpe exaone4 granite-docling "
-    "smollm starcoder refact command-r codeshell".split()
-)
+_SPLIT_LIKE_GPT2 = (
+    "default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "roberta-bpe", "exaone4",
+    "granite-docling", "smollm", "starcoder", "refact", "command-r", "codeshell",
+)  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
