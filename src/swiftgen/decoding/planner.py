@@ -22,6 +22,8 @@ a tie within the noise goes to plain decoding."""
 ROWS_MARGIN = 0.02
 """Tokens a step that a larger pass has to promise beyond its time."""
 _ENOUGH = 4.0  # expected tokens of a step from where on no further drafter is asked
+_ERROR_MEMORY, _ERROR_PRIOR, _ERROR_FORGETTING = 0.015, 15.0, 0.002
+_MAX_ERROR = 0.3  # tokens a step that a way may bring less than it promises; more is the machine's doing
 _FIRST_PLAIN, _PLAIN_EVERY = 2, 128  # steps without levels, so that what plain decoding takes stays known
 
 
@@ -37,6 +39,9 @@ class Planner:
     def __init__(self, ways: Sequence[Sequence[Drafter]], estimates: Estimates | None = None) -> None:
         self._ways = sorted(ways, key=len) if estimates else ways
         self._way = self._ways[0]
+        self._errors = [0.0] * len(ways)  # tokens a step by which each way has brought less than promised
+        self._times_taken = [0] * len(ways)
+        self._promise: float | None = None
         self._drafters = list({id(drafter): drafter for way in ways for drafter in way}.values())
         self._estimates = estimates
         self._elapsed = (estimates.stopwatch if estimates else REAL_TIME).start()
@@ -69,19 +74,36 @@ class Planner:
         self.read(committed)
         if self._estimates:
             self._estimates.acceptance.observe(self._drafted, committed.token_ids)
+            self._learn_error(len(path), self._elapsed(), self._estimates)
             self._estimates.end(len(path), len(tree), self._draft_s, self._elapsed())
         self._num_steps += 1
 
     def _best_way(self) -> Sequence[Drafter]:
         """The one that promises the most; the simplest unless another promises more by a margin."""
-        simplest, *others = self._ways
-        if not others or self._num_steps < _FIRST_PLAIN or self._num_steps % _PLAIN_EVERY == 0:
-            return simplest
-        promises = [sum(drafter.promise() for drafter in way) for way in others]
-        best = max(range(len(others)), key=promises.__getitem__)
-        margin = ENTER if self._way is simplest else STAY
-        self._way = others[best] if promises[best] > margin else simplest
+        self._promise = None
+        if len(self._ways) == 1 or self._num_steps < _FIRST_PLAIN or self._num_steps % _PLAIN_EVERY == 0:
+            return self._ways[0]
+        promises = [sum(drafter.promise() for drafter in way) for way in self._ways]
+        likely = [promise - error for promise, error in zip(promises, self._errors, strict=True)]
+        best = max(range(1, len(likely)), key=likely.__getitem__)
+        if likely[best] > (ENTER if self._way is self._ways[0] else STAY):
+            self._way, self._promise = self._ways[best], promises[best]
+        else:
+            self._way = self._ways[0]
         return self._way
+
+    def _learn_error(self, num_tokens: int, seconds: float, estimates: Estimates) -> None:
+        """See what has become of the promise of this step; forget a little what became of others."""
+        self._errors = [(1 - _ERROR_FORGETTING) * error for error in self._errors]
+        if self._promise is None:
+            return
+        way = self._ways.index(self._way)
+        price = estimates.tokens_per_s * (seconds - estimates.costs.seconds(estimates.pass_sizes[0]))
+        error = self._promise - (num_tokens - 1 - price)
+        self._times_taken[way] += 1
+        memory = max(_ERROR_MEMORY, 1 / (self._times_taken[way] + _ERROR_PRIOR))
+        learnt = self._errors[way] + memory * (error - self._errors[way])
+        self._errors[way] = min(max(learnt, 0.0), _MAX_ERROR)
 
     def _best_subtree(self, tree: DraftTree, estimates: Estimates) -> DraftTree:
         """The likeliest nodes, as many as promise the most tokens beyond the price of their pass."""
