@@ -145,7 +145,7 @@ def test_a_run_begins_with_what_the_one_before_knew():
     second.begin(90)
     assert second.costs.seconds(1) == 0.5
     assert second.costs.level_seconds("base", PRIOR.share) == pytest.approx(0.1)
-    assert second.level("base", PRIOR).hit == level.hit
+    assert second.level("base", PRIOR).hit == (level.hit + PRIOR.hit) / 2  # this text may be another
     assert second.acceptance.chance("base", 1, 0.5) == first.acceptance.chance("base", 1, 0.5)
 
 

@@ -110,9 +110,9 @@ class TestRuns:
     def test_other_settings_of_the_drafts_have_a_file_of_their_own(self, preset_file: Path):
         engine = swiftgen.load(str(preset_file))
         engine.prepare(1, 1)
-        first, second, same = (
+        first, second, third, same = (
             memory_file(engine._prepared, engine.preset.model_copy(update=update))
-            for update in ({"kv_budget": 32}, {"refresh": "recent"}, {"theta": 1.3})
+            for update in ({"kv_budget": 32}, {"refresh": "recent"}, {"theta": 1.3}, {"k": 7})
         )
-        assert len({first, second, same}) == 3
+        assert len({first, second, third, same}) == 4
         assert same == memory_file(engine._prepared, engine.preset)

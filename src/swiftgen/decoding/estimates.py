@@ -44,7 +44,7 @@ class Level:
 
     def __init__(self, estimates: Estimates, source: str, prior: Prior, hit: float | None) -> None:
         self._estimates, self._source, self._prior = estimates, source, prior
-        self.hit = prior.hit if hit is None else hit
+        self.hit = prior.hit if hit is None else (prior.hit + hit) / 2  # this text may be of another kind
         self._weight = _PRIOR_WEIGHT
         self._is_used = self._was_used = False  # in this step, and in the one before
 

@@ -23,7 +23,8 @@ _LARGEST_BYTES = 2**20
 
 def memory_file(ready: Ready, preset: Preset) -> Path:
     """Where it is kept for a model, this machine, and the settings that decide what a draft is worth."""
-    settings = [preset.heads, preset.kv_budget, preset.sink, preset.refresh]
+    cache = preset.kv_budget, preset.sink, preset.refresh
+    settings = [preset.heads, *cache, preset.sampler.model_dump(), preset.theta]
     return machine_file(FOLDER, ready.target.arithmetic, ready.loaded.fingerprint, settings)
 
 
