@@ -47,14 +47,19 @@ def random_blocks(
     return rows.reshape(num_out, -1)
 
 
+def scale_for(kind: Kind, shape: tuple[int, ...], seed: int, std: float) -> float:
+    """What random blocks have to be made with, so that their weights have a standard deviation."""
+    return 0.02 * std / float(np.std(gguf.dequantize(random_blocks(kind, *shape, seed), kind)))
+
+
 def blocks(weights: np.ndarray[Any, Any], kind: Kind) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """A matrix in blocks of a type, and what they stand for; random ones of types that gguf only reads."""
     try:
         data = gguf.quants.quantize(weights, kind)
     except NotImplementedError:
         seed = zlib.crc32(weights.tobytes())
-        std = np.std(gguf.dequantize(random_blocks(kind, *weights.shape, seed), kind))
-        data = random_blocks(kind, *weights.shape, seed, std=0.02 * float(np.std(weights) / std))
+        scale = scale_for(kind, weights.shape, seed, float(np.std(weights)))
+        data = random_blocks(kind, *weights.shape, seed, scale)
     return data, gguf.dequantize(data, kind)
 
 

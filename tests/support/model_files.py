@@ -81,6 +81,20 @@ def gguf_writer(
     path: Path, config: LlamaConfig | Qwen2Config, architecture: str = "llama"
 ) -> gguf.GGUFWriter:
     """A GGUF file of a model with the tiny tokenizer, to which the tensors are still to be added."""
+    writer = shapes_writer(path, config, architecture)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    more = (f"<{i}>" for i in range(VOCAB_SIZE, config.vocab_size))
+    writer.add_token_list([*ALPHABET, "he", "<end>", *more])
+    writer.add_token_merges(["h e"])
+    writer.add_eos_token_id(EOS)
+    return writer
+
+
+def shapes_writer(
+    path: Path, config: LlamaConfig | Qwen2Config, architecture: str = "llama"
+) -> gguf.GGUFWriter:
+    """The same without a tokenizer."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -92,12 +106,6 @@ def gguf_writer(
     rope = config.rope_parameters  # of each type of layer, where they differ
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    more = (f"<{i}>" for i in range(VOCAB_SIZE, config.vocab_size))
-    writer.add_token_list([*ALPHABET, "he", "<end>", *more])
-    writer.add_token_merges(["h e"])
-    writer.add_eos_token_id(EOS)
     return writer
 
 
