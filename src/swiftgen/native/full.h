@@ -55,9 +55,6 @@ __attribute__((noinline)) void full_sums(const uint8_t* group, const float* x, i
 // The weights of a block in pairs of inputs: [16 pairs][16 features][2].
 template <class F>
 inline void pairs_of(const uint8_t* unit, int block, __m512i out[BLOCK / 2]) {
-    alignas(64) static const uint16_t LANES_OF_BOTH[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
-                                                           8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    const __m512i order = _mm512_load_si512(LANES_OF_BOTH);
     F::fetch_ahead(unit, block);
     const auto factors = F::factors(unit, block);
     bytes codes[VECTORS];
@@ -66,8 +63,7 @@ inline void pairs_of(const uint8_t* unit, int block, __m512i out[BLOCK / 2]) {
         floats w[VECTOR];
         weights_of<F>(codes[v], factors.scale[v * F::SCALES / VECTORS], factors.minimum, w);
         for (int i = 0; i < VECTOR; i += 2)
-            out[(v * VECTOR + i) / 2] =
-                _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh((__m512)w[i + 1], (__m512)w[i]));
+            out[(v * VECTOR + i) / 2] = pairs_by_turns((__m512)w[i], (__m512)w[i + 1]);
     }
 }
 

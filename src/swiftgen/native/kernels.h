@@ -55,6 +55,15 @@ inline void store(bf16* p, vec v) {  // rounds to nearest even
     std::memcpy(p, &h, sizeof h);
 }
 
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+// Pairs of bfloat16, [16][2]: the numbers of two vectors by turns, each rounded to nearest even.
+inline __m512i pairs_by_turns(__m512 first, __m512 second) {
+    alignas(64) static const uint16_t ORDER[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
+                                                   8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    return _mm512_permutexvar_epi16(_mm512_load_si512(ORDER), (__m512i)_mm512_cvtne2ps_pbh(second, first));
+}
+#endif
+
 inline float to_float(float x) { return x; }
 inline float to_float(bf16 x) {
     uint32_t bits = uint32_t(x.bits) << 16;

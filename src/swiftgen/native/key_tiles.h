@@ -64,9 +64,7 @@ inline void tile_scores(const bf16* keys, int num, const uint32_t* queries, int 
 // has so far to them. Scores behind the first `live` count nothing. Meanwhile, the next block is fetched.
 inline void tile_weights(float* scores, int live, int num, float scaling, int head_dim, float* largest, float* weight,
                          float* sums, __m512i* weights, const bf16* next_keys, const bf16* next_values) {
-    alignas(64) static const uint16_t BY_TURNS[PAIRED] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
-                                                          8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    const __m512i by_turns = _mm512_load_si512(BY_TURNS), upper = _mm512_set1_epi32(0xffff0000);
+    const __m512i upper = _mm512_set1_epi32(0xffff0000);
     for (int j = live; j < num; ++j) store(scores + j * TILE, splat(NEG_INF));
     vec most = load(scores);
     for (int j = 1; j < live; ++j) most = max(most, load(scores + j * TILE));
@@ -87,8 +85,7 @@ inline void tile_weights(float* scores, int live, int num, float scaling, int he
             }
             const float* at = scores + (j + 2 * i) * TILE;
             const vec first = exp(load(at) * scaling - base), second = exp(load(at + TILE) * scaling - base);
-            const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
-            pairs[i] = _mm512_permutexvar_epi16(by_turns, both);
+            pairs[i] = pairs_by_turns((__m512)first, (__m512)second);
             total += (vec)_mm512_slli_epi32(pairs[i], 16) + (vec)_mm512_and_si512(pairs[i], upper);
         }
         transpose(pairs);
