@@ -79,7 +79,7 @@ class NativePass:
         shape = (len(kinds.places), num_kv_heads, group, num_rows, head_dim)
         self._queries = torch.empty(shape, dtype=tail.dtype)
         self._masks: list[Tensor] = []
-        if is_prefill and not (kernels.has_pairs and tail.dtype == torch.bfloat16):
+        if is_prefill and not (tail.dtype == torch.bfloat16 and kernels.has_pairs(head_dim)):
             self._masks = [bias[:, : group * num_rows].T.to(tail.dtype).contiguous() for bias in self._biases]
         self.has_all_layers = not self._masks
         self._of_kinds = (structs.LayerKind * len(views))(*map(self._of_kind, range(len(views))))

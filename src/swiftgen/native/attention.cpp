@@ -20,12 +20,12 @@ constexpr int MAX_HEAD_DIM = 512, MAX_GROUP = 32;
 
 extern "C" {
 
-// Whether keys in bfloat16 are multiplied in pairs, which is fast with many query rows too.
-int swiftgen_has_pairs() {
+// Whether keys in bfloat16 are multiplied in pairs or by tiles, which is fast with many query rows too.
+int swiftgen_has_pairs(int head_dim) {
 #if defined(HAS_PAIRS)
     return 1;
 #elif defined(HAS_TILES)
-    return has_tiles();
+    return can_tile(head_dim);
 #else
     return 0;
 #endif

@@ -18,7 +18,6 @@ class Kernels:
 
     Attributes:
         build: Identifies source, compiler and processor: other builds may round differently.
-        has_pairs: Whether attention in bfloat16 is as fast as PyTorch's with many rows.
     """
 
     def __init__(self, library: Path, build: str) -> None:
@@ -26,7 +25,7 @@ class Kernels:
         self._library = lib = ctypes.CDLL(str(library))
         check_layouts(lib)
         address, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-        self.has_pairs = bool(lib.swiftgen_has_pairs())
+        lib.swiftgen_has_pairs.argtypes = [number]
         lib.swiftgen_padded_rows.argtypes = [number]
         lib.swiftgen_workspace.argtypes, lib.swiftgen_workspace.restype = [address], ctypes.c_int64
         lib.swiftgen_attend.argtypes = [address, address, number, address, address]
@@ -214,6 +213,10 @@ class Kernels:
             *(positions.data_ptr(), seed, temperature, math.log(min_p), scores.data_ptr()),
         )
         return scores
+
+    def has_pairs(self, head_dim: int) -> bool:
+        """Whether attention in bfloat16 is as fast as PyTorch's with many rows."""
+        return bool(self._library.swiftgen_has_pairs(head_dim))
 
     def padded_rows(self, num_rows: int) -> int:
         """Query rows of a KV head as they lie in vectors."""
