@@ -74,8 +74,9 @@ class Planner:
         self.read(committed)
         if self._estimates:
             self._estimates.acceptance.observe(self._drafted, committed.token_ids)
-            self._learn_error(len(path), self._elapsed(), self._estimates)
-            self._estimates.end(len(path), len(tree), self._draft_s, self._elapsed())
+            seconds = self._elapsed()
+            self._learn_error(len(path), seconds, self._estimates)
+            self._estimates.end(len(path), len(tree), self._draft_s, seconds)
         self._num_steps += 1
 
     def _best_way(self) -> Sequence[Drafter]:

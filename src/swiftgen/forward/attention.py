@@ -82,11 +82,10 @@ def seen_keys(view: CacheView, visible: Tensor, positions: Tensor, window: int |
         window: A row sees the keys less than this many tokens before it, or all.
     """
     num_rows_so_far = visible.shape[1]
+    num_committed = view.tail_keys.shape[2] - num_rows_so_far
     if window is None:
-        num_committed = view.tail_keys.shape[2] - num_rows_so_far
         return torch.nn.functional.pad(visible, (num_committed, 0), value=True)
     num_edge = 0 if view.edge_keys is None else view.edge_keys.shape[2]
-    num_committed = view.tail_keys.shape[2] - num_rows_so_far
     edge = torch.arange(num_edge) + view.edge_begin
     committed = torch.arange(num_committed) + view.tail_begin
     oldest = positions[num_rows_so_far - len(visible) :].unsqueeze(1) - window + 1  # [T, 1]

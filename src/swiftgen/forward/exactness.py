@@ -221,7 +221,7 @@ def _noise_cache(target: Target) -> FullCache:
     generator = torch.Generator().manual_seed(0)
     cache.length = num_tokens
     for window, store in cache.stores.items():
-        cache.view(1, 0, window)
+        cache.view(1, 0, window)  # moves a window to the end of the text
         for tensor in store.between(store.begin, num_tokens):
             tensor.copy_(torch.randn(tensor.shape, generator=generator))
     return cache

@@ -30,13 +30,14 @@ class NativeLayer(FusedLayer):
         self._kernels = kernels
         config, attention = layer.self_attn.config, layer.self_attn
         self._norms = [described_norm(config, norm) for norm in self.norms]
-        over_all = () if self.heads.norms else ("q_norm", "k_norm")
+        over_each = self.heads.norms is not None
         self._norms_of_all_heads = [
-            described_norm(config, getattr(attention, name, None)) for name in over_all
-        ] or [Norm(), Norm()]
+            described_norm(config, None if over_each else getattr(attention, name, None))
+            for name in ("q_norm", "k_norm")
+        ]
         self._residual_scale = float(getattr(layer, "residual_multiplier", 1.0))
         number = native_activation(self.act)
-        assert number is not None, "see native_fit"
+        assert number is not None, "see fuse_layers"
         self._activation = number
 
     @property
